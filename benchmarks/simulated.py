@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_quant.codec.bound import BoundCodec, full_precision
-from ds_quant.comm.message import Room, ShardRows, all_gather, exchange, gather
+from ds_quant.comm.message import all_gather
+from ds_quant.comm.node_rows import Room, ShardRows, exchange, gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import normalised
 from ds_quant.comm.transport import Communicator, Pending

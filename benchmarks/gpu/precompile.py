@@ -1,9 +1,9 @@
-"""Compiles every kernel that the training of part C launches into CuPy's cache, each once.
+"""Compiles every kernel that part C of gpu_suite.sh launches into CuPy's cache, each once.
 
     python benchmarks/gpu/precompile.py --json precompile.json
 
-Else each of twelve ranks would compile all of them at the same time. Which they are is asked of
-engines in worlds of one process, as fake_world.py makes them, whose kernels are not launched.
+Otherwise each of twelve ranks would compile all of them at the same time. The list of kernels comes
+from engines in the worlds of fake_world.py, whose kernels are not launched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from concurrent.futures import Executor, ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -26,12 +25,13 @@ import report  # noqa: E402
 
 WORLDS = (fake_world.World(1, 2), fake_world.World(2, 2))
 STAGES = (3, 2)
+WIDTH = 128  # of the model
 
 Variant = tuple[str, tuple[tuple[str, int], ...]]  # a kernel and its macros
 
 
 def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
-    """What rehearsals launch in one world. Once per process."""
+    """Return the kernels that warm-ups launch in one world. Call once per process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import torch
@@ -41,16 +41,19 @@ def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
 
     one_gpu.leave_out_host_operator("cpu")
     fake_world.join(world)
-    nodes = {"node_size": world.ranks_per_node, "accumulation": 2} if world.nodes > 1 else {}
+    node_size = world.ranks_per_node if world.nodes > 1 else None
+    accumulation = 2 if world.nodes > 1 else 1
     with fake_world.without_handshake(), fake_world.faked_cuda() as runner:
         for stage, scheme in product(STAGES, schemes):
-            args = SimpleNamespace(**{"node_size": None, "accumulation": 1, **nodes}, stage=stage)
-            args.width = 128
+            args = argparse.Namespace(
+                stage=stage, node_size=node_size, accumulation=accumulation, width=WIDTH
+            )
             model = one_gpu.model_of(args)
             engine, *_ = deepspeed.initialize(
-                model=model, model_parameters=model.parameters(),
+                model=model,
+                model_parameters=model.parameters(),
                 config=one_gpu.config_of(args, scheme),
-            )  # fmt: skip
+            )
             warm_up_kernels(engine.ds_quant_plugin, torch.device("cpu"))
     return runner.variants
 
@@ -68,21 +71,21 @@ def _processes(count: int) -> Executor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only says which they are")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: list them, compile none")
     add("--schemes", nargs="+", default=["full_precision", "qsdp"])
     add("--json", type=Path)
     args = parser.parse_args()
     start = time.perf_counter()
     with _processes(len(WORLDS)) as pool:
-        asked = [pool.submit(variants, world, args.schemes) for world in WORLDS]
-        found = sorted(set().union(*(each.result() for each in asked)))
+        futures = [pool.submit(variants, world, args.schemes) for world in WORLDS]
+        kernels = sorted(set[Variant]().union(*(future.result() for future in futures)))
     if args.device == "cuda":
-        with _processes(min(12, os.cpu_count() or 1, len(found))) as pool:
-            list(pool.map(_compile, found))
+        with _processes(min(12, os.cpu_count() or 1, len(kernels))) as pool:
+            list(pool.map(_compile, kernels))
     seconds = time.perf_counter() - start
-    shown = [f"{len(found)} kernels for {len(args.schemes)} schemes, {seconds:.0f} s"]
+    shown = [f"{len(kernels)} kernels for {len(args.schemes)} schemes, {seconds:.0f} s"]
     print(shown[0])
-    document = {"variants": found, "seconds": seconds, "shown": shown}
+    document = {"variants": kernels, "seconds": seconds, "shown": shown}
     report.write(args.json, document)
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/world.py --ranks 32 --node-size 8 --json world.json
 
-As fake_world.py, but on a real device: seconds are the host's and the kernels', never a network's.
-Counts launches and collectives of one step.
+The world is that of fake_world.py, on a real device. Seconds are those of the host and the kernels;
+there is no network. Counts launches and collectives of one step.
 """
 
 from __future__ import annotations
@@ -33,35 +33,41 @@ def engine_of(args: argparse.Namespace, stage: int) -> Any:
     width = args.width
     layers = (torch.nn.Linear(width, width) for _ in range(args.layers))
     model = torch.nn.Sequential(*layers).to(args.device)
-    section = {"stage": stage, "reduce_bucket_size": 4 * width * (width + 1)}
-    section |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    block = {"scheme": args.scheme, "node_size": args.node_size, "metrics": {"interval": 0}}
+    zero = {"stage": stage, "reduce_bucket_size": 4 * width * (width + 1)}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": section,
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True, "check_grad_overflow": False},
-        "quantized_comm": block | {"checksum_steps": 0},
+        "quantized_comm": {
+            "scheme": args.scheme,
+            "node_size": args.node_size,
+            "metrics": {"interval": 0},
+            "checksum_steps": 0,
+        },
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def launches_of(step: Callable[[], None]) -> int | None:
-    """CUDA kernels and copies of one step, by torch's profiler; None on the CPU."""
-    if not torch.cuda.is_available():
+def launches_of(step: Callable[[], None], device: str) -> int | None:
+    """Run a step. Return the CUDA kernels and copies that it launches, None on the CPU."""
+    if device == "cpu":
+        step()
         return None
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         step()
         torch.cuda.synchronize()
     calls = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync")
-    return sum(event.count for event in found.key_averages() if event.key in calls)
+    return sum(event.count for event in recorded.key_averages() if event.key in calls)
 
 
 def measure(args: argparse.Namespace, stage: int) -> dict[str, Any]:
-    """Host and whole seconds of the fastest of some steps, and what one of them launches."""
+    """Return host and total seconds of the fastest step, and launches and collectives of a step."""
     import ds_quant
 
     engine = engine_of(args, stage)
@@ -72,9 +78,10 @@ def measure(args: argparse.Namespace, stage: int) -> dict[str, Any]:
         engine.step()
 
     def seconds() -> tuple[float, float]:
-        start, host = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        host_start = time.process_time()
         step()
-        host = time.process_time() - host
+        host = time.process_time() - host_start
         if args.device == "cuda":
             torch.cuda.synchronize()
         return host, time.perf_counter() - start
@@ -82,13 +89,17 @@ def measure(args: argparse.Namespace, stage: int) -> dict[str, Any]:
     for _ in range(3):
         step()
     times = [seconds() for _ in range(args.steps)]
-    posted = ds_quant.report(engine)["collectives"]
-    launches = launches_of(step) if args.device == "cuda" else step()
-    now = ds_quant.report(engine)["collectives"]
-    collectives = sum(now.values()) - sum(posted.values())
-    found = {"stage": stage, "parameters": 2 * args.layers, "collectives": collectives}
-    found |= {"host_seconds": min(h for h, _ in times), "seconds": min(s for _, s in times)}
-    return found | {"launches": launches}
+    collectives_before = sum(ds_quant.report(engine)["collectives"].values())
+    launches = launches_of(step, args.device)
+    collectives = sum(ds_quant.report(engine)["collectives"].values()) - collectives_before
+    return {
+        "stage": stage,
+        "parameters": 2 * args.layers,
+        "collectives": collectives,
+        "host_seconds": min(host for host, _ in times),
+        "seconds": min(total for _, total in times),
+        "launches": launches,
+    }
 
 
 def main() -> None:
@@ -117,7 +128,7 @@ def main() -> None:
     document = {"ranks": args.ranks, "scheme": args.scheme, "worlds": rows, "shown": shown}
     report.write(args.json, document)
     sys.stdout.flush()
-    os._exit(0)  # nobody to take leave of
+    os._exit(0)  # the other ranks do not exist
 
 
 if __name__ == "__main__":

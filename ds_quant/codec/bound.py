@@ -63,17 +63,33 @@ class BoundCodec(NamedTuple):
         rotation: Rotation | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """Squared error and squared norm of what ``encode`` got, (2,) fp64 on the device, read back
-        from its message; of the weights, not of their difference.
+        """Return squared error and squared norm of an encoded message as (2,) fp64.
+
+        For differences, relative to the weights: ``reference`` has the values they are added to.
         """
-        how = {"levels": self.levels, "backend": backend}
-        if self.difference:
-            values, found = values.to(reference.dtype), reference.clone()
-            decode(self.codec, _rows(wire), _rows(found), add=True, **how)
-        else:
-            found = values.new_empty(values.numel(), dtype=torch.float32)
-            decode_sum(self.codec, _rows(wire), found, rotation=rotation, **how)
-        return squares(found, values)
+        if not self.difference:
+            decoded = values.new_empty(values.numel(), dtype=torch.float32)
+            decode_sum(
+                self.codec,
+                _rows(wire),
+                decoded,
+                levels=self.levels,
+                rotation=rotation,
+                backend=backend,
+            )
+            return squares(decoded, values)
+        if reference is None:
+            raise ValueError("reference = None: a difference needs the values it is added to")
+        decoded = reference.clone()
+        decode(
+            self.codec,
+            _rows(wire),
+            _rows(decoded),
+            levels=self.levels,
+            add=True,
+            backend=backend,
+        )
+        return squares(decoded, values.to(reference.dtype))
 
 
 @cache
@@ -87,14 +103,15 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.view(1, -1) if tensor.dim() == 1 else tensor
 
 
-def squares(found: Tensor, exact: Tensor) -> Tensor:
-    """|found - exact|^2 and |exact|^2, run by run: a gradient may be large, and memory scarce."""
+def squares(decoded: Tensor, exact: Tensor) -> Tensor:
+    """Return |decoded - exact|^2 and |exact|^2, in runs that need little memory."""
     sums = torch.zeros(2, dtype=torch.float64, device=exact.device)
-    runs = found.reshape(-1).split(_RUN), exact.reshape(-1).split(_RUN)
-    for a, b in zip(*runs, strict=True):
-        b = b.float()
-        sums[0] += (a.float() - b).square().sum(dtype=torch.float64)
-        sums[1] += b.square().sum(dtype=torch.float64)
+    decoded_runs = decoded.reshape(-1).split(_RUN)
+    exact_runs = exact.reshape(-1).split(_RUN)
+    for decoded_run, exact_run in zip(decoded_runs, exact_runs, strict=True):
+        exact_run = exact_run.float()
+        sums[0] += (decoded_run.float() - exact_run).square().sum(dtype=torch.float64)
+        sums[1] += exact_run.square().sum(dtype=torch.float64)
     return sums
 
 
@@ -157,10 +174,19 @@ def decode_sum(
         return
     place, values = own or (None, out.new_empty(0))
     operation = Sum(
-        codec, len(out), wire_in=0, values=1, stream=0, sources=len(wire), stride=wire.stride(0),
-        place=place, own=2, block=0 if rotation is None else rotation.block,
-        flips=rotation is not None and rotation.flips is not None, scale=scale,
-    )  # fmt: skip
+        codec,
+        len(out),
+        wire_in=0,
+        values=1,
+        stream=0,
+        sources=len(wire),
+        stride=wire.stride(0),
+        place=place,
+        own=2,
+        block=0 if rotation is None else rotation.block,
+        flips=rotation is not None and rotation.flips is not None,
+        scale=scale,
+    )
     buffers = [wire, out.detach(), values.float()]
     _run(operation, 1, [0] * 3, buffers, BoundCodec(codec, None, levels), rotation, backend)
 
@@ -174,9 +200,8 @@ def _run(
     rotation: Rotation | None,
     backend: str,
 ) -> None:
-    table = bound_codec.codec.table(
-        bound_codec.levels, buffers[0].device
-    )  # refuses what does not fit
+    # Raises for levels that do not fit the codec.
+    table = bound_codec.codec.table(bound_codec.levels, buffers[0].device)
     bound_codec = bound_codec._replace(levels=None if bound_codec.levels is None else table)
     rows *= operation.numel > 0
     tasks = [(operation, tuple(row * step for step in steps)) for row in range(rows)]

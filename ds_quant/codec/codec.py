@@ -8,33 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from ds_quant.codec.rules import SETTINGS, broken_rules
 from ds_quant.kernels import reference
 from ds_quant.kernels.wire import ALIGNMENT, layout_of, round_up
+from ds_quant.kernels.wire import Codec as Codec  # the union of all kinds
 
 CAST_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-class Codec(Protocol):
-    """Codec interface: wire size only; kernels encode and decode."""
-
-    @property
-    def kind(self) -> str:
-        """One of "groups", "cast" and "module"."""
-
-    @property
-    def name(self) -> str:
-        """Short name for logs and tables, e.g. "int8 minmax g1024 stochastic" or "bf16"."""
-
-    def wire_bytes(self, numel: int) -> int:
-        """Exact bytes of one row of `numel` elements; a multiple of 16, 0 for no elements."""
-
-    def table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-        """Levels that codes name, those given or its own, (2^bits,) fp32; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +43,7 @@ class GroupCodec:
     rounding: str = "nearest"
     levels: str = "uniform"
 
-    kind: ClassVar[str] = "groups"
+    kind: ClassVar[Literal["groups"]] = "groups"
 
     def __post_init__(self) -> None:
         for setting, allowed in SETTINGS.items():
@@ -85,12 +68,12 @@ class GroupCodec:
 
     @property
     def has_offset(self) -> bool:
-        """Whether groups carry an offset (zero point) besides their scale."""
+        """Return True if groups carry an offset (zero point) besides their scale."""
         return self.range == "minmax"
 
     @property
     def is_gaussian(self) -> bool:
-        """Whether codes name levels of a normal distribution."""
+        """Return True if codes name levels of a normal distribution."""
         return self.range == "gaussian"
 
     @property
@@ -130,7 +113,7 @@ class CastCodec:
     dtype: torch.dtype = torch.bfloat16
     tight: bool = False
 
-    kind: ClassVar[str] = "cast"
+    kind: ClassVar[Literal["cast"]] = "cast"
 
     def __post_init__(self) -> None:
         if self.dtype not in CAST_NAMES:

@@ -37,8 +37,8 @@ def update_levels(
     """Return the table after one pass over the groups of x; see [Note: the online rule].
 
     x is read in order, flattened; groups are spread evenly over it when it has more than
-    max_groups. Groups without a range (constant, or with Inf or NaN) teach nothing, so an empty
-    x returns an equal table. Deterministic. rate: between 0 and 1.
+    max_groups. Constant and non-finite groups are skipped; an empty x leaves the table unchanged.
+    Deterministic. rate: between 0 and 1.
     """
     levels = levels.detach().clone()
     flat = x.detach().reshape(-1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ class CodecError(ValueError):
 
 @dataclass(frozen=True)
 class ModuleCodec:
-    """See Codec; random numbers are added to the module's functions."""
+    """Codec made of the functions of a module, which get random numbers with every call."""
 
-    kind: ClassVar[str] = "module"
+    kind: ClassVar[Literal["module"]] = "module"
 
     module: str
     functions: ModuleType = field(compare=False, repr=False)
@@ -96,20 +96,20 @@ def load(module: str) -> ModuleCodec:
         raise CodecError(f"{allowed}: it has no function {' and no '.join(missing)}")
     codec = ModuleCodec(module, functions)
     with torch.no_grad():
-        for holds, found, rule in _trials(codec):
+        for holds, observed, rule in _trials(codec):
             if not holds:
-                raise CodecError(f"{found}: allowed: {rule}")
+                raise CodecError(f"{observed}: allowed: {rule}")
     return codec
 
 
 def _trials(codec: ModuleCodec) -> Iterator[tuple[bool, str, str]]:
-    """Yield for every rule of the contract whether it holds, what was found, and the rule."""
+    """Yield every rule of the contract: True if it holds, the observation, and the rule."""
     for numel in range(1, 2 * max(_SIZES)):
         size, less = _call(codec, "wire_bytes", numel), codec.wire_bytes(numel - 1)
-        found = f"wire_bytes({numel}) is {size!r}"
+        observed = f"wire_bytes({numel}) is {size!r}"
         whole = isinstance(size, int) and size > 0 and size % ALIGNMENT == 0
-        yield whole, found, f"a positive multiple of {ALIGNMENT}"
-        yield size >= less, f"{found}, of one element less {less}", "no less than that"
+        yield whole, observed, f"a positive multiple of {ALIGNMENT}"
+        yield size >= less, f"{observed}, of one element less {less}", "no less than that"
     for numel in _SIZES:
         for dtype in (torch.float32, torch.bfloat16):
             yield from _trials_of(codec, _waves(numel, dtype))
@@ -118,29 +118,29 @@ def _trials(codec: ModuleCodec) -> Iterator[tuple[bool, str, str]]:
         x[0, 5] = value
         out = _decoded(codec, _encoded(codec, x)[:, :-ALIGNMENT], 130)
         kept = not bool(out.isfinite().all()) if value else not out.any()
-        what = f"values with one {value}" if value else "zeros"
-        yield kept, f"decode of {what} gives {float(out[0, 5])}", rule
+        case = f"values with one {value}" if value else "zeros"
+        yield kept, f"decode of {case} gives {float(out[0, 5])}", rule
 
 
 def _trials_of(codec: ModuleCodec, x: Tensor) -> Iterator[tuple[bool, str, str]]:
-    """The same for the values x, in the shapes and strides in which rows really come."""
+    """Run the contract checks on x, with the row shapes and strides of training."""
     (rows, numel), before = x.shape, x.clone()
-    what = f"of {rows} rows of {numel} {str(x.dtype).removeprefix('torch.')}"
+    case = f"of {rows} rows of {numel} {str(x.dtype).removeprefix('torch.')}"
     wide, other = (_encoded(codec, x, fill) for fill in (0, 255))
     wire, again = wide[:, :-ALIGNMENT], other[:, :-ALIGNMENT]
     intact = bool((other[:, -ALIGNMENT:] == 255).all())
-    yield intact, f"encode {what} writes past `out`", "the bytes of `out`"
-    yield torch.equal(x, before), f"encode {what} changes x", "reading it"
+    yield intact, f"encode {case} writes past `out`", "the bytes of `out`"
+    yield torch.equal(x, before), f"encode {case} changes x", "reading it"
     rule = "the same ones: write every {} of `out`, take random numbers from uniform()"
-    found = f"encode {what} gives other bytes when it is called again"
-    yield torch.equal(wire, again), found, rule.format("byte")
+    observed = f"encode {case} gives other bytes when it is called again"
+    yield torch.equal(wire, again), observed, rule.format("byte")
     out = _decoded(codec, wire, numel)
-    found = f"decode {what} gives other values when it is called again"
-    yield torch.equal(out, _decoded(codec, wire, numel, 7)), found, rule.format("element")
+    observed = f"decode {case} gives other values when it is called again"
+    yield torch.equal(out, _decoded(codec, wire, numel, 7)), observed, rule.format("element")
     alone = torch.equal(out[1:], _decoded(codec, wire[1:], numel))
-    yield alone, f"decode {what} gives other values than of each row alone", "equal ones"
+    yield alone, f"decode {case} gives other values than of each row alone", "equal ones"
     alike = numel < 100 or float((out * x.float()).sum()) > 0
-    yield alike, f"decode {what} gives values that have nothing to do with x", "near ones"
+    yield alike, f"decode {case} gives values that have nothing to do with x", "near ones"
 
 
 def _encoded(codec: ModuleCodec, x: Tensor, fill: int = 0) -> Tensor:

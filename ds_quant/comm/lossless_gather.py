@@ -1,18 +1,20 @@
 """Gather lossless differences of 16-bit weights, in messages of variable length.
 
-1. encode all messages of an optimizer step  2. all-gather their lengths, 8 bytes each
-3. all-gather every message by itself, padded to the longest of any rank  4. decode them all.
+1. Encode all messages of an optimizer step.
+2. All-gather their lengths, 8 bytes each.
+3. All-gather every message alone, padded to the longest of any rank.
+4. Decode them all.
 
 [Note: lengths] A rank knows its lengths once everything is encoded, and needs those of the others
-to post the first gather. So a step has one exchange of lengths, whatever the number of messages;
-until it is over the messages stand in one buffer, with room for the longest that each may be.
-Lengths come from outside: each is checked against that room before anything is received, so that a
-changed one ends in an error and never in a read or a write past a buffer. On all ranks: what they
-send next follows from the lengths, so they first compare what they have received.
+to post the first gather. So a step exchanges lengths once, for any number of messages; until then
+the messages stand in one buffer, which has room for the longest possible length of each.
+Received lengths are not trusted: each is checked against that room before anything is received, so
+a corrupted length ends in an error, never in an access past a buffer. Later messages depend on the
+lengths, so all ranks must take the same decision: they first compare the lengths they received.
 
-[Note: status] What cannot be decoded is noted on the device and read by all ranks before the next
-optimizer step, see ``checksum.MessageErrors``: a rank that raised by itself would leave the others
-waiting, and to look at every message would wait for the device in each.
+[Note: status] Messages that cannot be decoded are noted on the device and read by all ranks before
+the next optimizer step, see ``checksum.MessageErrors``. If one rank raised alone, the others would
+hang, and reading the status of every message would wait for the device each time.
 """
 
 from __future__ import annotations
@@ -27,22 +29,25 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import squares
-from ds_quant.comm.message import row_place
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.profiling import profiler_range
+from ds_quant.comm.slots import row_index
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
 from ds_quant.kernels.lossless import max_bytes, problem_of
 from ds_quant.kernels.wire import ALIGNMENT
 
-# Elements of one rank in a message: more would only be decoded later; and in messages that are
-# encoded together, whose values are in memory together.
+# Most elements of one rank in a message: a larger message would only be decoded later. Also of the
+# messages that are encoded together, whose values are in memory together.
 MOST_NUMEL = 1 << 24
 
 
 class LosslessMessage(NamedTuple):
-    """A message of ``numel`` elements from every rank. ``values()``: what this rank wants its
-    elements to be, and what every holder has of them, (numel,) each.
+    """A message of ``numel`` elements from every rank.
+
+    values: returns (new values, reference values) of this rank's elements, (numel,) each. The
+        reference is what every rank holds.
     """
 
     numel: int
@@ -51,23 +56,31 @@ class LosslessMessage(NamedTuple):
 
 def _error(backend: str, values: Tensor, wire: Tensor, *, reference: Tensor) -> Tensor:
     """As ``BoundCodec.error``; the squared error must be 0."""
-    found, status = torch.empty_like(values), torch.zeros(1, 2, dtype=torch.int32)
-    whole = np.zeros(1, dtype=np.int64), np.array([wire.numel()])
-    rows = reference[None], found[None], status.to(wire.device)
-    decode_lossless(wire, *whole, *rows, backend=backend)
-    return squares(found, values)
+    decoded = torch.empty_like(values)
+    status = torch.zeros(1, 2, dtype=torch.int32, device=wire.device)
+    decode_lossless(
+        wire,
+        starts=np.zeros(1, dtype=np.int64),
+        lengths=np.array([wire.numel()]),
+        reference=reference[None],
+        out=decoded[None],
+        status=status,
+        backend=backend,
+    )
+    return squares(decoded, values)
 
 
-_CHANGED = (
+_CORRUPTED = (
     ". An announcement of weights was changed on its way; look for faulty memory or a faulty "
     "network, and resume from the last checkpoint"
 )
 
 
 class LosslessGather:
-    """The messages of one optimizer step; on every rank as many, in the same order.
+    """The messages of one optimizer step; every rank has equally many, in the same order.
 
-    link: the ranks that exchange them. road: what carries them, the link itself or its two levels.
+    communicator: the ranks that exchange them.
+    transport: carries the messages, ``communicator`` itself or the two-level communicator.
     """
 
     def __init__(
@@ -79,102 +92,118 @@ class LosslessGather:
         device: torch.device,
         traffic: Traffic,
     ) -> None:
-        """Encode all messages and agree on their lengths: a collective."""
-        self._communicator, self._transport = communicator, transport
+        """Encode all messages and exchange their lengths: a collective."""
+        self._communicator = communicator
+        self._transport = transport
         self._rooms = [max_bytes(message.numel) for message in messages]
         buffer = communicator.empty(sum(self._rooms), device=device)
         self._made_on = torch.cuda.current_stream(device) if buffer.is_cuda else None
         self._payloads = buffer.split(self._rooms)
-        own = torch.empty(len(messages), dtype=torch.int64, device=device)
+        own_lengths = torch.empty(len(messages), dtype=torch.int64, device=device)
         with (
             profiler_range("encode", "weights", communicator.hop),
             communicator.encoding("weights"),
         ):
-            turns = [end // MOST_NUMEL for end in accumulate(p.numel for p in messages)]
-            for _, places in groupby(range(len(messages)), turns.__getitem__):
-                first, *more = places
-                batch = [(*messages[i].values(), self._payloads[i]) for i in (first, *more)]
-                nbytes = own[first : first + len(batch)]
-                encode_lossless(batch, nbytes, backend=communicator.backend)
-        self._lengths = self._agree(own)
+            for batch in _batches([message.numel for message in messages]):
+                encode_lossless(
+                    [(*messages[i].values(), self._payloads[i]) for i in batch],
+                    own_lengths[batch.start : batch.stop],
+                    backend=communicator.backend,
+                )
+        self._lengths = self._agree(own_lengths)
         self._check()
         self._count(messages, traffic)
-        with communicator.encoding("weights") as note:
-            if note is not None:
-                mine = zip(
-                    messages, self._payloads, self._lengths[communicator.rank].tolist(), strict=True
-                )
-                for message, payload, nbytes in mine:
-                    values, reference = message.values()
-                    error = partial(_error, communicator.backend)
-                    note(error, values, payload[:nbytes], reference=reference)
+        self._measure(messages)
 
     def _agree(self, own: Tensor) -> np.ndarray:
-        """Lengths of this rank (messages,) int64 -> those of all, (ranks, messages).
+        """Lengths of this rank's messages, (messages,) int64 -> of all ranks, (ranks, messages).
 
-        RuntimeError on all ranks alike if not all have received the same.
+        RuntimeError on all ranks alike unless all have received the same lengths.
         """
-        arriving = self._communicator.all_gather(own.view(torch.uint8), role="weights").wait()
-        arrived = arriving.view(torch.int64)
-        least = self._communicator.least(torch.cat([arrived, ~arrived])).cpu().numpy()
-        lengths, inverted = np.split(least, 2)
+        gathered = self._communicator.all_gather(own.view(torch.uint8), role="weights").wait()
+        received = gathered.view(torch.int64)
+        minimum = self._communicator.least(torch.cat([received, ~received])).cpu().numpy()
+        lengths, inverted = np.split(minimum, 2)
         if (lengths != ~inverted).any():
-            raise RuntimeError(f"quantized_comm: ranks have received different lengths{_CHANGED}")
+            raise RuntimeError(f"quantized_comm: ranks have received different lengths{_CORRUPTED}")
         return lengths.reshape(self._communicator.size, -1)
 
     def _check(self) -> None:
-        lengths, rooms = self._lengths, np.array(self._rooms, dtype=np.int64)
-        least = np.minimum(rooms, ALIGNMENT)
-        wrong = (lengths < least) | (lengths > rooms) | (lengths % ALIGNMENT != 0)
-        for rank, place in np.argwhere(wrong):
+        """RuntimeError for a length that no message can have."""
+        lengths = self._lengths
+        longest = np.array(self._rooms, dtype=np.int64)
+        shortest = np.minimum(longest, ALIGNMENT)
+        wrong = (lengths < shortest) | (lengths > longest) | (lengths % ALIGNMENT != 0)
+        for rank, index in np.argwhere(wrong):
             raise RuntimeError(
                 f"quantized_comm: rank {self._communicator.ranks[rank]} announces "
-                f"{lengths[rank, place]} bytes of weights: allowed here are multiples of "
-                f"{ALIGNMENT} up to {rooms[place]}{_CHANGED}"
+                f"{lengths[rank, index]} bytes of weights: allowed here are multiples of "
+                f"{ALIGNMENT} up to {longest[index]}{_CORRUPTED}"
             )
 
     def _count(self, messages: Sequence[LosslessMessage], traffic: Traffic) -> None:
-        traffic.lossless.numel += self._communicator.size * sum(
-            message.numel for message in messages
-        )
+        ranks = self._communicator.size
+        traffic.lossless.numel += ranks * sum([message.numel for message in messages])
         traffic.lossless.used += int(self._lengths.sum())
-        traffic.lossless.moved += self._communicator.size * int(self._lengths.max(axis=0).sum())
+        traffic.lossless.moved += ranks * int(self._lengths.max(axis=0).sum())
+
+    def _measure(self, messages: Sequence[LosslessMessage]) -> None:
+        """In a sampled step, note this rank's messages: their lengths are known only now."""
+        with self._communicator.encoding("weights") as note:
+            if note is None:
+                return
+            own_lengths = self._lengths[self._communicator.rank].tolist()
+            for message, payload, nbytes in zip(messages, self._payloads, own_lengths, strict=True):
+                values, reference = message.values()
+                error = partial(_error, self._communicator.backend)
+                note(error, values, payload[:nbytes], reference=reference)
 
     def post(self, place: int, reference: Callable[[], Tensor]) -> Pending[Tensor]:
-        """Begin to gather a message. The result is ``reference()``, asked for when everything has
-        arrived: row r, (numel,), is what this rank has of rank r's elements and becomes their new
-        values.
+        """Begin to gather message number ``place``.
+
+        reference: called when the message has arrived; returns this rank's values of all ranks'
+            elements, (ranks, numel). They are updated in place and are the result.
         """
         lengths = self._lengths[:, place]
-        most = int(lengths.max())
-        if not most:  # of parameters without elements
+        longest = int(lengths.max())
+        if not longest:  # no elements
             return Pending(reference)
-        payload = self._payloads[place][:most]
+        payload = self._payloads[place][:longest]
         if self._made_on is not None:
-            sending = torch.cuda.current_stream(payload.device)
-            if sending != self._made_on:  # which may be far ahead when all have been sent
-                payload.record_stream(sending)
-        arriving = self._transport.all_gather(payload, role="weights")
+            sending_stream = torch.cuda.current_stream(payload.device)
+            if sending_stream != self._made_on:  # which may be far ahead when all have been sent
+                payload.record_stream(sending_stream)
+        pending = self._transport.all_gather(payload, role="weights")
 
         def decoded() -> Tensor:
-            wire, ranks = arriving.wait(), np.arange(self._communicator.size)
-            starts = row_place(ranks, len(ranks), self._transport.node_size) * most
+            communicator = self._communicator
+            wire = pending.wait()
+            ranks = np.arange(communicator.size)
+            starts = row_index(ranks, len(ranks), self._transport.node_size) * longest
             if wire.dim() == 3:  # as it arrived, without a copy
                 wire = wire.transpose(0, 1).reshape(-1)
-            with (
-                profiler_range("decode", "weights", self._communicator.hop),
-                self._communicator.decoding(),
-            ):
+            with profiler_range("decode", "weights", communicator.hop), communicator.decoding():
                 rows = reference()
                 status = torch.zeros(len(rows), 2, dtype=torch.int32, device=rows.device)
-                how = {"backend": self._communicator.backend}
-                decode_lossless(wire, starts, lengths, rows, rows, status, **how)
-            self._communicator.message_errors.note(
-                "weights", self._communicator.ranks, status, _describe
-            )
+                decode_lossless(
+                    wire, starts, lengths, rows, rows, status, backend=communicator.backend
+                )
+            communicator.message_errors.note("weights", communicator.ranks, status, _describe)
             return rows
 
         return Pending(decoded)
+
+
+def _batches(numels: Sequence[int]) -> list[range]:
+    """Group consecutive messages that are encoded together, about ``MOST_NUMEL`` elements each."""
+    batch_numbers = [end // MOST_NUMEL for end in accumulate(numels)]
+    batches = []
+    start = 0
+    for _, members in groupby(batch_numbers):
+        stop = start + len(list(members))
+        batches.append(range(start, stop))
+        start = stop
+    return batches
 
 
 def _describe(status: Sequence[int]) -> str:

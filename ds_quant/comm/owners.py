@@ -1,13 +1,16 @@
 """Decide which rank sums which piece of a bucket whose parts single ranks own (ZeRO-1 and 2).
 
+owner    the rank whose optimizer needs the sum of a part
+reducer  the rank that sums a piece of a part
+team     the ranks that reduce for an owner
+
 [Note: direct or balanced] A bucket of ZeRO-1/2 usually belongs to one or two owners. Sending every
-owner its part at once (*direct*) then makes one rank receive the whole bucket from everybody,
+owner its part at once (*direct*) then makes one rank receive the whole bucket from all others,
 which can cost more than the 16-bit all-reduce it replaces. *Balanced* cuts the bucket evenly over
 the ranks, reduces each cut on its rank and delivers the sums to the owners in 8 bits. With two
-levels there is a third way: to cut what a node owns evenly over the ranks of that node, so that
-the delivery stays inside it. Which one is used is decided per bucket by the bytes that enter the
-busiest node and then by those that enter the busiest rank: sizes only, so that all ranks decide
-alike.
+levels there is a third way: cut the parts of a node's owners evenly over the ranks of that node,
+so the delivery stays inside it. The way is chosen per bucket by the bytes that enter the busiest
+node, then by those that enter the busiest rank: by sizes alone, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from ds_quant.kernels.wire import ceil_div
 
 
 class OwnedRange(NamedTuple):
-    """The facts about a share that all ranks know: its owner, its elements, and the codecs of its
-    last hop, of its delivery and of the first of two hops.
+    """Consecutive elements of a bucket that one rank owns, as all ranks know them.
+
+    codec: of the last hop.
+    delivery: of sums on their way to the owner.
+    inner: of the first of two hops; None: one hop.
     """
 
     owner: int
@@ -33,7 +39,7 @@ class OwnedRange(NamedTuple):
 
 
 class OwnedPiece(NamedTuple):
-    """Elements [start, stop) of share ``part``, summed by rank ``reducer``."""
+    """Elements [start, stop) of owned range number ``part``, summed by rank ``reducer``."""
 
     part: int
     start: int
@@ -47,12 +53,15 @@ def plan(
 ) -> tuple[OwnedPiece, ...]:
     """Return the pieces of the cheapest exchange: see [Note: direct or balanced].
 
-    ``node_size``: ranks per node of a reduction over two hops, None for one hop.
+    node_size: ranks per node of a reduction over two hops, None for one hop.
     """
-    teams = [[(rank,) for rank in range(ranks)], [tuple(range(ranks))] * ranks]
+    direct = [(rank,) for rank in range(ranks)]
+    balanced = [tuple(range(ranks))] * ranks
+    team_choices = [direct, balanced]
     if node_size is not None:
-        teams.insert(1, [_node(rank, node_size) for rank in range(ranks)])
-    candidates = [_cut_evenly(shapes, team_of) for team_of in teams]
+        balanced_in_nodes = [_node(rank, node_size) for rank in range(ranks)]
+        team_choices = [direct, balanced_in_nodes, balanced]
+    candidates = [_cut_evenly(shapes, team_of) for team_of in team_choices]
     return min(candidates, key=lambda pieces: inbound(shapes, pieces, ranks, node_size))
 
 
@@ -67,21 +76,28 @@ def inbound(
     ranks: int,
     node_size: int | None = None,
 ) -> tuple[int, int]:
-    """Bytes from others into the busiest node and rank, of reduction and delivery together."""
+    """Return the bytes that others send into the busiest node and into the busiest rank, by
+    reduction and delivery together.
+    """
     size = node_size or ranks
-    nodes, into_node, into_rank = ranks // size, [0] * (ranks // size), [0] * ranks
+    nodes = ranks // size
+    into_node = [0] * nodes
+    into_rank = [0] * ranks
     for piece in pieces:
-        owner, _, codec, delivery, inner = shapes[piece.part]
-        numel, reducer = piece.stop - piece.start, piece.reducer
-        across = codec.wire_bytes(numel) * ((nodes if inner else ranks) - 1)
-        into_rank[reducer] += across
-        if inner is not None:
-            into_node[reducer // size] += across
-            inside = inner.wire_bytes(numel) * (size - 1)
-            for colleague in range(reducer % size, ranks, size):
-                into_rank[colleague] += inside
+        owned = shapes[piece.part]
+        owner = owned.owner
+        reducer = piece.reducer
+        numel = piece.stop - piece.start
+        senders = (ranks if owned.inner is None else nodes) - 1
+        last_hop = owned.codec.wire_bytes(numel) * senders
+        into_rank[reducer] += last_hop
+        if owned.inner is not None:
+            into_node[reducer // size] += last_hop
+            first_hop = owned.inner.wire_bytes(numel) * (size - 1)
+            for same_local_rank in range(reducer % size, ranks, size):
+                into_rank[same_local_rank] += first_hop
         if reducer != owner:
-            delivered = delivery.wire_bytes(numel)
+            delivered = owned.delivery.wire_bytes(numel)
             into_rank[owner] += delivered
             if reducer // size != owner // size:
                 into_node[owner // size] += delivered
@@ -91,21 +107,22 @@ def inbound(
 def _cut_evenly(
     shapes: Sequence[OwnedRange], team_of: Sequence[tuple[int, ...]]
 ) -> tuple[OwnedPiece, ...]:
-    """Cut what each team owns, laid end to end, into runs of equal length, one per member.
+    """Cut the ranges of each team's owners, end to end, into runs of equal length, one per member.
 
-    ``team_of``: by owner the ranks that reduce for it.
+    team_of: by owner the ranks that reduce for it.
     """
     pieces: list[OwnedPiece] = []
     for team in dict.fromkeys(team_of):
-        members = [i for i, s in enumerate(shapes) if team_of[s.owner] == team]
-        width = ceil_div(sum(shapes[i].numel for i in members), len(team))
-        position = 0
-        for index in members:
-            start, numel = 0, shapes[index].numel
+        parts = [part for part, owned in enumerate(shapes) if team_of[owned.owner] == team]
+        width = ceil_div(sum(shapes[part].numel for part in parts), len(team))
+        position = 0  # of the range among those of the team
+        for part in parts:
+            start = 0
+            numel = shapes[part].numel
             while start < numel:
-                turn = (position + start) // width
-                stop = min(numel, (turn + 1) * width - position)
-                pieces.append(OwnedPiece(index, start, stop, team[turn]))
+                member = (position + start) // width
+                stop = min(numel, (member + 1) * width - position)
+                pieces.append(OwnedPiece(part, start, stop, team[member]))
                 start = stop
             position += numel
     return tuple(sorted(pieces))

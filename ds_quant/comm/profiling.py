@@ -2,8 +2,8 @@
 
 Actions: encode, all_gather, all_to_all, wait, decode, sum. Roles: weights, gradients. Hops: intra
 (inside a node), inter (between nodes). An example is ``ds_quant::encode gradients inter``. A
-posted collective ends with the range ``wait``: its length is the time the host was blocked on a
-CPU, and the time to enqueue the wait on CUDA.
+posted collective ends with the range ``wait``: on a CPU the time in which the host was blocked, on
+CUDA the time to enqueue the wait.
 """
 
 from __future__ import annotations

@@ -1,30 +1,29 @@
 """Reduce gradients over one or two hops, each with a codec of its own.
 
-Which rank sums what is decided in owners.py.
+owners.py decides which rank sums which elements; reduction_plan.py has the words of a plan.
 
 [Note: two hops] Ranks are numbered node by node, r = node * node_size + local. The first hop sums
-over the ranks of a node: rank (n, g) collects from its node what is bound for any (n', g). The
+over the ranks of a node: rank (n, g) collects from its node the data bound for any (n', g). The
 second hop sums those partial sums over the nodes: each byte enters a node once. Between the two a
-segment is decoded, added in fp32 and encoded again (`Recode`); a rotation spans both hops. Signs
-of a node's own are those of all its ranks, so only the last sum sees different ones.
-Own contributions are exact where a hop says so: nobody else sees them, so they need no bits and no
-place in a message, and with two nodes that halves the variance of the inter-node hop.
+segment is decoded, added in fp32 and encoded again (`Recode`); a rotation spans both hops. If nodes
+have signs of their own, all ranks of a node share them, so only the last sum sees different signs.
+Own contributions are in full precision where a hop says so: nobody else receives them, so they need
+no message, and with two nodes that halves the variance of the inter-node hop.
 
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
 
 [Note: partial sums] Several micro-steps can cross between the nodes once. The first hop then runs
-in every micro-step; what it brings is added, in fp32 and in micro-step order, to what this rank
-holds for every node: a rank of a node of G holds one G-th of a bucket. The second hop takes the
-whole at the last micro-step. Sums are linear and so is a rotation, so what waits stays rotated; its
-signs must then be those of one optimizer step.
+in every micro-step; its sums are added, in fp32 and in micro-step order, to the partial sums that
+this rank holds for every node: a rank of a node of G holds one G-th of a bucket. The second hop
+sends the partial sums at the last micro-step. Sums are linear and so is a rotation, so partial sums
+stay rotated; the signs must then be the same in all micro-steps of an optimizer step.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -34,7 +33,7 @@ from torch import Tensor
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, BoundCodec, Rotation
 from ds_quant.codec.codec import Codec
 from ds_quant.comm import owners
-from ds_quant.comm.message import is_tight, lay_out, pack, unpack
+from ds_quant.comm.message import pack, unpack
 from ds_quant.comm.owners import OwnedPiece, OwnedRange
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduction_plan import (
@@ -44,6 +43,8 @@ from ds_quant.comm.reduction_plan import (
     Segment,
     SlicePlan,
 )
+from ds_quant.comm.slots import lay_out
+from ds_quant.comm.small_tensors import is_tight, padded
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.dispatch import Operations, RngState
@@ -56,17 +57,18 @@ class Reduction:
     """A running reduction of every segment of a plan over all ranks: see [Note: two hops].
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; the plan's scale is
-    applied once at the end. Once this is made, values may change.
+    applied once at the end. The tensors may change as soon as the reduction is made.
 
     Args:
-        tensors: those of the plan's segments, 1-D contiguous; None: only what waits crosses.
-        codings: per gradient one for each hop; the addresses are this rank's own.
+        tensors: of the plan's segments, 1-D contiguous; None: run only the inter-node hop, on the
+            accumulated partial sums.
+        bound_codecs: per gradient one for each hop; the addresses are this rank's own.
         rotations: per gradient.
-        sums: (elements,) fp32, or a dtype that the kernels cast to, where the segments that this
-            rank reduces have their places; None: only add to what waits.
-        waiting: (plan.partial_numel,) fp32, see [Note: partial sums]; None if the hops follow
+        sums: output, (elements,) fp32 or a dtype that the kernels cast to; segments that this rank
+            reduces lie at their ``total``. None: run only the first hop, into the partial sums.
+        partial_sums: (plan.partial_numel,) fp32, see [Note: partial sums]; None if the hops follow
             each other.
-        fresh: whether nothing waits yet; then the first hop overwrites.
+        fresh: True to overwrite the partial sums instead of adding to them.
         then: called when all slices are done.
     """
 
@@ -82,15 +84,19 @@ class Reduction:
         fresh: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
-        self._plan, self._sums, self._partial_sums, self._fresh = plan, sums, partial_sums, fresh
+        self._plan = plan
+        self._sums = sums
+        self._partial_sums = partial_sums
+        self._fresh = fresh
         self._then = then
-        by_hop = list(zip(*bound_codecs, strict=True))
-        self._streams = [RngState(hop, rotations) for hop in by_hop]
-        first, stop = int(tensors is None), len(plan.hops) if sums is not None else 1
-        self._hops = range(first, stop)
-        self._running: deque[tuple[Iterator[None], int]] = deque()  # and exchanges still to post
-        for part in plan.slices if partial_sums is None else plan.deferred_slices:
-            steps = self._reduce(part, tensors or ())
+        self._rng_states = [RngState(hop, rotations) for hop in zip(*bound_codecs, strict=True)]
+        first_hop = 1 if tensors is None else 0
+        last_hop = 0 if sums is None else len(plan.hops) - 1
+        self._hops = range(first_hop, last_hop + 1)
+        # Running slices, oldest first, with the number of exchanges that they still have to post.
+        self._running: deque[tuple[Iterator[None], int]] = deque()
+        for slice_plan in plan.slices if partial_sums is None else plan.deferred_slices:
+            steps = self._reduce(slice_plan, tensors or ())
             next(steps)
             self.advance()
             if len(self._running) > 1:
@@ -106,12 +112,18 @@ class Reduction:
             self._running.append((steps, 0))
 
     def wait(self) -> None:
-        """Return when every slice is done."""
+        """Return when every slice is done.
+
+        1. Post the remaining exchanges.
+        2. Finish the slices in order: wait for the last exchange, add up, rotate back and scale.
+        3. Call ``then``, once.
+        """
         self.advance()
         while self._running:
             self._finish_oldest()
         if self._then is not None:
-            then, self._then = self._then, None
+            then = self._then
+            self._then = None
             then()
 
     def _finish_oldest(self) -> None:
@@ -119,75 +131,88 @@ class Reduction:
         for _ in steps:
             pass
 
-    def _reduce(self, part: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def _reduce(self, plan: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Reduce one slice; yields after every exchange that it has posted.
 
-        On each hop 1. encode the message, and make what this rank adds up as it is  2. post it.
-        After the last one add up what has arrived, rotated back and scaled.
+        On each hop:
+        1. Encode the message, and make the own contributions.
+        2. Post the all-to-all.
+        3. Wait for it. A deferred reduction adds the messages of its first hop to the partial sums.
+
+        After the last hop decode and add up its messages, rotated back and scaled.
         """
-        partial_sums = (
-            None if self._partial_sums is None else self._partial_sums[part.start : part.stop]
-        )
-        nothing = (self._sums if partial_sums is None else partial_sums)[:0]
-        sums = nothing if self._sums is None else self._sums
-        arrived, before = nothing, nothing if partial_sums is None else partial_sums
+        if self._partial_sums is not None:
+            partial_sums: Tensor | None = self._partial_sums[plan.start : plan.stop]
+            empty = self._partial_sums[:0]
+        else:
+            assert self._sums is not None  # a reduction without partial sums has an output
+            partial_sums = None
+            empty = self._sums[:0]
+        sums = empty if self._sums is None else self._sums
+        previous_own = empty if partial_sums is None else partial_sums
+        all_to_all_output = empty
         for depth in self._hops:
-            communicator, step = self._plan.hops[depth].communicator, part.steps[depth]
-            streams, own = self._streams[depth], nothing
+            communicator = self._plan.hops[depth].communicator
+            step = plan.steps[depth]
+            rng_state = self._rng_states[depth]
+            own = empty
             if step.own:
-                own = communicator.empty(step.own, dtype=torch.float32, device=nothing.device)
-            buffers = [own, arrived, before, sums, *tensors]
+                own = communicator.empty(step.own, dtype=torch.float32, device=empty.device)
+            buffers = [own, all_to_all_output, previous_own, sums, *tensors]
             tensors = ()
-            wire = pack(communicator, "gradients", sum(step.sent), step.encode, buffers, streams)
-            sizes = {"sent": step.sent, "received": step.received}
-            arriving = communicator.all_to_all(wire, **sizes, role="gradients")
-            del buffers, wire
-            yield
-            arrived = arriving.wait()
-            if partial_sums is None:
-                before = own
-            elif depth == 0:
-                self._accumulate(part, arrived, own, partial_sums)
-                arrived = nothing
-        if self._sums is not None:
-            unpack(
-                communicator,
-                "gradients",
-                part.total,
-                [nothing, nothing, arrived, before, sums],
-                streams,
+            all_to_all_input = pack(
+                communicator, "gradients", sum(step.sent), step.encode, buffers, rng_state
             )
+            pending = communicator.all_to_all(
+                all_to_all_input, sent=step.sent, received=step.received, role="gradients"
+            )
+            del buffers, all_to_all_input  # free for the next slice
+            yield
+            all_to_all_output = pending.wait()
+            if partial_sums is None:
+                previous_own = own
+            elif depth == 0:
+                self._accumulate(plan, all_to_all_output, own, partial_sums)
+                all_to_all_output = empty
+        if self._sums is not None:
+            buffers = [empty, empty, all_to_all_output, previous_own, sums]
+            unpack(communicator, "gradients", plan.total, buffers, rng_state)
 
     def _accumulate(
-        self, part: SlicePlan, arrived: Tensor, own: Tensor, partial_sums: Tensor
+        self, plan: SlicePlan, all_to_all_output: Tensor, own: Tensor, partial_sums: Tensor
     ) -> None:
-        """Add what the first hop has brought to what waits."""
-        communicator, nothing = self._plan.hops[0].communicator, partial_sums[:0]
+        """Add the messages of the first hop to the partial sums."""
+        communicator = self._plan.hops[0].communicator
+        empty = partial_sums[:0]
         with profiler_range("sum", "gradients", communicator.hop), communicator.decoding():
-            into = partial_sums
+            micro_step_sums = partial_sums
             if not self._fresh:
-                into = communicator.empty(
+                micro_step_sums = communicator.empty(
                     partial_sums.numel(), dtype=torch.float32, device=partial_sums.device
                 )
-            buffers = [nothing, into, arrived, own, nothing]
-            part.partial.run(buffers, self._streams[0], backend=communicator.backend)
+            buffers = [empty, micro_step_sums, all_to_all_output, own, empty]
+            plan.partial.run(buffers, self._rng_states[0], backend=communicator.backend)
             if not self._fresh:
-                partial_sums.add_(into)
+                partial_sums.add_(micro_step_sums)
 
 
 # ---- to owners ----
 
 
 class GradientSums:
-    """Sums shares of gradients over the ranks for their owners, in every step.
+    """The reduction of slices of gradients to their owners, planned once and run in every step.
 
-    1. reduce every share over the hops of ``route``: whole by its owner, or ``balanced`` in the
-       pieces of owners.py
-    2. encode sums that another rank than the owner has made, all-to-all over ``link``, the whole
-       group.
+    1. Reduce every slice over the hops of ``route``, to its owner or, if ``balanced``, in the
+       pieces of owners.py.
+    2. Deliver sums that another rank than the owner has made: encode them, all-to-all over
+       ``communicator``, decode them.
 
-    shares: segments whose reducer is their owner. forms: of every gradient. ``scale`` multiplies
-    the sums. own: by place, the first element of the sum of each share of this rank.
+    shares: the slices as segments whose reducer is their owner.
+    specs: of every gradient.
+    communicator: the whole group.
+    scale: factor of the sums.
+
+    own: by index in ``shares``, the first element of the sum of each slice that this rank owns.
     """
 
     def __init__(
@@ -200,34 +225,42 @@ class GradientSums:
         *,
         balanced: bool = False,
     ) -> None:
-        self._communicator, self._numel = communicator, 0
-        self.own = {
-            i: self._room(s.numel) for i, s in enumerate(shares) if s.reducer == communicator.rank
-        }
-        pieces = [OwnedPiece(i, 0, share.numel, share.reducer) for i, share in enumerate(shares)]
+        self._communicator = communicator
+        self._numel = 0
+        self.own: dict[int, int] = {}
+        for index, share in enumerate(shares):
+            if share.reducer == communicator.rank:
+                self.own[index] = self._new_offset(share.numel)
         if balanced:
-            pieces = list(_pieces(shares, specs, route, communicator.size))
-        segments = [self._segment(shares[p.part], p) for p in pieces]
+            pieces = list(_balanced_pieces(shares, specs, route, communicator.size))
+        else:
+            pieces = [
+                OwnedPiece(index, 0, share.numel, share.reducer)
+                for index, share in enumerate(shares)
+            ]
+        segments = [self._segment(shares[piece.part], piece) for piece in pieces]
         self.plan = ReductionPlan(segments, specs, route, scale=scale)
-        moved = [
-            (segment, shares[piece.part].reducer)
-            for segment, piece in zip(segments, pieces, strict=True)
-            if piece.reducer != shares[piece.part].reducer
-        ]
-        self._deliver = _delivery(moved, specs, communicator) if moved else None
+        deliveries: list[tuple[Segment, int]] = []  # (sum, owner)
+        for segment, piece in zip(segments, pieces, strict=True):
+            owner = shares[piece.part].reducer
+            if piece.reducer != owner:
+                deliveries.append((segment, owner))
+        self._deliver = _delivery(deliveries, specs, communicator) if deliveries else None
 
-    def _room(self, numel: int) -> int:
-        """Return where each of these sums begins."""
+    def _new_offset(self, numel: int) -> int:
+        """Return the first element of the next sum."""
         start = self._numel
         self._numel += round_up(numel, VECTOR_NUMEL)
         return start
 
     def _segment(self, share: Segment, piece: OwnedPiece) -> Segment:
+        """Return the segment of a piece, with the place of its sum on this rank."""
+        rank = self._communicator.rank
         total = 0
-        if share.reducer == self._communicator.rank:
+        if share.reducer == rank:
             total = self.own[piece.part] + piece.start
-        elif piece.reducer == self._communicator.rank:
-            total = self._room(piece.stop - piece.start)
+        elif piece.reducer == rank:
+            total = self._new_offset(piece.stop - piece.start)
         return share.part(piece.start, piece.stop)._replace(reducer=piece.reducer, total=total)
 
     def begin(
@@ -239,8 +272,9 @@ class GradientSums:
         into: Tensor,
         partial_sums: Tensor | None = None,
     ) -> Reduction:
-        """Begin to fill ``into``, of ``room``, where ``own`` says. Arguments are those of
-        ``Reduction``.
+        """Begin to fill ``into``, which ``room`` allocates: the sums of this rank lie at ``own``.
+
+        Other arguments are those of ``Reduction``.
         """
         then = None
         if self._deliver is not None:
@@ -254,97 +288,111 @@ class GradientSums:
         return self._communicator.empty(self._numel, dtype=dtype, device=device)
 
     def new_partial_sums(self, device: torch.device) -> Tensor:
-        """Allocate what waits between the two hops."""
+        """Allocate the partial sums."""
         return self._communicator.empty(self.plan.partial_numel, dtype=torch.float32, device=device)
 
 
-def _pieces(
+def _balanced_pieces(
     shares: Sequence[Segment],
     specs: Sequence[GradientSpec],
     route: Sequence[ReductionHop],
     ranks: int,
 ) -> Iterator[OwnedPiece]:
-    """Cut the shares as is cheapest, small ones that follow each other as one."""
-    runs: list[list[int]] = []
-    shapes: list[OwnedRange] = []
-    before = None
-    for place, share in enumerate(shares):
-        spec, alike = specs[share.gradient], (share.gradient, share.reducer)
-        if alike == before and is_tight(spec.delivery):
-            runs[-1].append(place)
-            shapes[-1] = shapes[-1]._replace(numel=shapes[-1].numel + share.numel)
+    """Cut the slices by ``owners.plan``; small ones that follow each other are planned as one."""
+    runs: list[list[int]] = []  # of indices in shares
+    ranges: list[OwnedRange] = []  # of every run
+    previous = None
+    for index, share in enumerate(shares):
+        spec = specs[share.gradient]
+        gradient_and_owner = share.gradient, share.reducer
+        if gradient_and_owner == previous and is_tight(spec.delivery):
+            runs[-1].append(index)
+            ranges[-1] = ranges[-1]._replace(numel=ranges[-1].numel + share.numel)
             continue
-        runs.append([place])
-        inner = spec.codecs[0] if len(spec.codecs) > 1 else None
-        codecs = map(_padded, (spec.codecs[-1], spec.delivery, inner))
-        shapes.append(OwnedRange(share.reducer, share.numel, *codecs))
-        before = alike
-    for piece in owners.plan(
-        tuple(shapes), ranks, route[0].communicator.size if len(route) > 1 else None
-    ):
-        begin = 0
-        for place in runs[piece.part]:
-            numel = shares[place].numel
-            start, stop = max(piece.start - begin, 0), min(piece.stop - begin, numel)
+        runs.append([index])
+        ranges.append(
+            OwnedRange(
+                owner=share.reducer,
+                numel=share.numel,
+                codec=padded(spec.codecs[-1]),
+                delivery=padded(_delivery_codec(spec)),
+                inner=padded(spec.codecs[0]) if len(spec.codecs) > 1 else None,
+            )
+        )
+        previous = gradient_and_owner
+    node_size = route[0].communicator.size if len(route) > 1 else None
+    for piece in owners.plan(tuple(ranges), ranks, node_size):
+        run_offset = 0
+        for index in runs[piece.part]:
+            numel = shares[index].numel
+            start = max(piece.start - run_offset, 0)
+            stop = min(piece.stop - run_offset, numel)
             if start < stop:
-                yield OwnedPiece(place, start, stop, piece.reducer)
-            begin += numel
+                yield OwnedPiece(index, start, stop, piece.reducer)
+            run_offset += numel
 
 
-def _padded(codec: Codec | None) -> Codec | None:
-    return replace(codec, tight=False) if is_tight(codec) else codec
+def _delivery_codec(spec: GradientSpec) -> Codec:
+    assert spec.delivery is not None  # balanced: ZeRO-1/2 only
+    return spec.delivery
+
+
+# First vector of delivered sums: far from those of the hops.
+_DELIVERED = 1 << 62
 
 
 def _delivery(
-    moved: Sequence[tuple[Segment, int]], specs: Sequence[GradientSpec], communicator: Communicator
+    deliveries: Sequence[tuple[Segment, int]],
+    specs: Sequence[GradientSpec],
+    communicator: Communicator,
 ) -> Callable[[Tensor, Sequence[BoundCodec]], None]:
-    """Plan the move of sums from their reducers to the owners, which are given with them."""
+    """Plan the move of sums from their reducers to the owners, given as (sum, owner)."""
     outgoing: list[list[Segment]] = [[] for _ in range(communicator.size)]  # by owner
     incoming: list[list[Segment]] = [[] for _ in range(communicator.size)]  # by reducer
-    for segment, owner in moved:
+    for segment, owner in deliveries:
         if segment.reducer == communicator.rank:
             outgoing[owner].append(segment)
         elif owner == communicator.rank:
             incoming[segment.reducer].append(segment)
-    codecs = [spec.delivery for spec in specs]
-    sent, leaving = _placed(outgoing, codecs)
-    received, arriving = _placed(incoming, codecs)
+    codecs = [_delivery_codec(spec) for spec in specs]
+    sent, outgoing_slots = _slots(outgoing, codecs)
+    received, incoming_slots = _slots(incoming, codecs)
+    # Buffers: the message, the sums.
     encode = Operations(
         (
             Encode(codecs[s.gradient], s.numel, values=1, wire=0, stream=s.gradient),
-            (s.total, place, _DELIVERED + VECTORS_PER_ELEMENT * s.first),
+            (s.total, slot, _DELIVERED + VECTORS_PER_ELEMENT * s.first),
         )
-        for s, place in leaving
+        for s, slot in outgoing_slots
     )
     decode = Operations(
-        (Decode(codecs[s.gradient], s.numel, 0, 1, s.gradient), (place, s.total))
-        for s, place in arriving
+        (
+            Decode(codecs[s.gradient], s.numel, wire=0, values=1, stream=s.gradient),
+            (slot, s.total),
+        )
+        for s, slot in incoming_slots
     )
 
     def deliver(sums: Tensor, bound_codecs: Sequence[BoundCodec]) -> None:
-        """Fill what this rank's shares lack in ``sums``."""
-        own = [c._replace(codec=d) for c, d in zip(bound_codecs, codecs, strict=True)]
-        streams = RngState(own, [None] * len(own))
-        payload = pack(communicator, "gradients", sum(sent), encode, [sums], streams)
-        exchange = communicator.all_to_all(payload, sent=sent, received=received, role="gradients")
-        unpack(communicator, "gradients", decode, [exchange.wait(), sums], streams)
+        """Fill the sums of this rank that other ranks have made."""
+        bound = [b._replace(codec=codec) for b, codec in zip(bound_codecs, codecs, strict=True)]
+        rng_state = RngState(bound, [None] * len(bound))
+        payload = pack(communicator, "gradients", sum(sent), encode, [sums], rng_state)
+        pending = communicator.all_to_all(payload, sent=sent, received=received, role="gradients")
+        unpack(communicator, "gradients", decode, [pending.wait(), sums], rng_state)
 
     return deliver
 
 
-# Vectors of delivered pieces: far from those of the hops.
-_DELIVERED = 1 << 62
-
-
-def _placed(
+def _slots(
     rows: Sequence[Sequence[Segment]], codecs: Sequence[Codec]
 ) -> tuple[list[int], list[tuple[Segment, int]]]:
-    """Return the bytes of every row, and where each segment begins in the message."""
+    """Return the bytes of every row, and (segment, first byte in the message) of all segments."""
     layouts = [lay_out((codecs[s.gradient], s.numel) for s in row) for row in rows]
-    sent = [nbytes for _, nbytes in layouts]
-    placed = [
-        (segment, begin + slot)
-        for row, (slots, _), begin in zip(rows, layouts, accumulate(sent, initial=0), strict=False)
-        for segment, slot in zip(row, slots, strict=True)
-    ]
-    return sent, placed
+    row_bytes = [nbytes for _, nbytes in layouts]
+    row_starts = accumulate(row_bytes, initial=0)
+    slots: list[tuple[Segment, int]] = []
+    for row, (row_slots, _), row_start in zip(rows, layouts, row_starts, strict=False):
+        for segment, slot in zip(row, row_slots, strict=True):
+            slots.append((segment, row_start + slot))
+    return row_bytes, slots

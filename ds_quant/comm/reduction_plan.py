@@ -1,9 +1,15 @@
 """Plan a reduction once, from sizes alone; every step then runs it: [Note: two hops] of reduce.py.
 
-While one slice crosses between the nodes, the next is inside them. With n slices that takes
-longer + shorter / n + n * overhead: the two hops' seconds, and what a slice costs beyond its bytes.
-It takes least with n = sqrt(shorter / overhead). To the host a slice is two messages and five calls
-of kernels, of however many tensors and ranks: 0.13 ms for a layer of Llama-7B on 4 x 8 ranks.
+segment  consecutive elements of one gradient that one rank sums, its reducer
+slice    part of all segments; one slice crosses between the nodes while the next is inside them
+hop      one exchange of a reduction, among the ranks of a node or between nodes
+row      the segments bound for one rank of a hop, in one message
+own      contribution that a rank adds as it is, in fp32, without a message
+
+[Note: number of slices] With n slices a reduction takes longer + shorter / n + n * overhead: the
+seconds of the longer and of the shorter hop, and the cost of a slice beyond its bytes. This is
+least for n = sqrt(shorter / overhead). On the host a slice is two messages and five kernel calls,
+for any number of tensors and ranks: 0.13 ms for a layer of Llama-7B on 4 x 8 ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ import torch
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import Codec, GroupCodec
-from ds_quant.comm.message import is_tight, lay_out, row_vector
+from ds_quant.comm.slots import lay_out, row_vector
+from ds_quant.comm.small_tensors import is_tight
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
 from ds_quant.kernels.dispatch import Operations
@@ -32,46 +39,47 @@ MOST = 16  # slices, unless more are asked for
 
 
 def presumed_pace(device: torch.device, backend: str) -> float:
-    """The pace of slices between links that nobody has measured: 8 bits inside a node at 300 GB/s
-    where NCCL carries them, else at 20 GB/s. Beyond its bytes and the links' latency a slice costs
-    the host 0.1 ms, and 0.5 ms where its few calls launch CUDA kernels on several streams: orders
-    of magnitude, not fitted to any link.
+    """Return the presumed ``Slicing.pace`` of links that nobody has measured.
+
+    Inside a node 8-bit codes are presumed to move at 300 GB/s with NCCL, else at 20 GB/s. A slice
+    is presumed to cost the host 0.1 ms beyond its bytes and latency, and 0.5 ms on CUDA, where it
+    launches kernels on several streams. These are orders of magnitude, not fitted to any link.
     """
-    nvlink = device.type == "cuda" and "nccl" in backend
-    return 1 / (3e11 if nvlink else 2e10) / (1e-4 if device.type == "cpu" else 5e-4)
+    has_nvlink = device.type == "cuda" and "nccl" in backend
+    seconds_per_element = 1 / (3e11 if has_nvlink else 2e10)
+    overhead_seconds = 1e-4 if device.type == "cpu" else 5e-4
+    return seconds_per_element / overhead_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """Number of slices: fixed (``count``), or sqrt(elements x ``pace``), with ``pace`` the shorter
-    hop's seconds per element over a slice's overhead in seconds.
+    """The number of slices: fixed, or sqrt(elements x pace). See [Note: number of slices].
+
+    count: fixed number; None: depends on the elements.
+    pace: the shorter hop's seconds per element over a slice's overhead in seconds.
     """
 
     count: int | None = None
     pace: float = presumed_pace(torch.device("cpu"), "gloo")
 
     def slices(self, numel: int) -> int:
-        """Number of slices for ``numel`` elements of this rank's input."""
+        """Return the number of slices for ``numel`` elements of this rank's input."""
         if self.count is not None:
             return self.count
         return max(1, min(MOST, round(math.sqrt(numel * self.pace))))
 
 
-# ---- plans ----
-
-
-# Buffers of the operations: the message that is made, fp32 values that this rank adds as they are,
-# the message and those values of the hop before, the sums; then the tensors.
-WIRE, OWN, ARRIVED, OWN_BEFORE, SUMS, TENSORS = range(6)
+# ---- inputs of a plan ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionHop:
-    """One exchange of a reduction over a larger group of ranks.
+    """One exchange of a reduction over a group of ranks.
 
-    divisor: rank r of the larger group has the place r // divisor % link.size in ``link``.
-    full_precision_own: whether a rank adds its own contribution as it is.
-    slicing: of a reduction whose last of two hops this is.
+    communicator: the ranks of the exchange.
+    divisor: rank r of the group is bound for index r // divisor % size of the communicator.
+    full_precision_own: True if a rank adds its own contribution as it is.
+    slicing: of a reduction whose second of two hops this is.
     """
 
     communicator: Communicator
@@ -80,43 +88,53 @@ class ReductionHop:
     slicing: Slicing = Slicing()
 
     def place(self, rank: int) -> int:
-        """Index within ``link`` of the rank that takes data bound for ``rank``."""
+        """Return the index within the communicator of the rank that takes data for ``rank``."""
         return rank // self.divisor % self.communicator.size
 
 
 class GradientSpec(NamedTuple):
-    """How a gradient is sent: its codec on every hop, the block of its rotation, 0 for none,
-    whether signs flip before it (OWN_SIGNS: every sender of the last hop has its own), and the
-    codec of sums on their way to an owner.
+    """How a gradient is sent.
+
+    codecs: of every hop.
+    block: elements of a rotation block, 0 for no rotation.
+    flips: 0 for no sign flips, 1 for the stream's, OWN_SIGNS for those of every sender of the last
+        hop.
+    delivery: codec of sums on their way to an owner; None under ZeRO-3, where reducers are owners.
     """
 
     codecs: tuple[Codec, ...]
     block: int = 0
     flips: int = 0
-    delivery: Codec | None = None  # None under ZeRO-3, where reducers are owners
+    delivery: Codec | None = None
 
     @property
     def unit(self) -> int:
         """Granularity in elements at which a segment can be cut without changing a group."""
-        sizes = [c.group_size for c in self.codecs if isinstance(c, GroupCodec)]
-        return math.lcm(VECTOR_NUMEL, *sizes, self.block or 1)
+        group_sizes = [codec.group_size for codec in self.codecs if isinstance(codec, GroupCodec)]
+        return math.lcm(VECTOR_NUMEL, *group_sizes, self.block or 1)
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of one gradient, to be summed by rank ``reducer``.
+    """Consecutive elements of one gradient, to be summed by one rank.
 
-    slot: elements that its slot has room for on one hop, if that are more: rows of shards are as
-    long for a short or empty last one.
+    tensor: index of its tensor. start: its first element in the tensor.
+    gradient: index of its spec and RNG state.
+    first: its first element in the gradient, by which random bits are addressed.
+    reducer: the rank that sums it.
+    total: first element of its sum, on the reducer.
+    vector: first vector of its random bits; None: that of ``BoundCodec.at(first)``.
+    slot: capacity of its slot in elements, if more than ``numel``; rows of shards all have the
+        length of a full shard.
     """
 
     tensor: int
-    start: int  # in the tensor
+    start: int
     numel: int
-    gradient: int  # its form and streams
-    first: int  # in the gradient: names the random bits
+    gradient: int
+    first: int
     reducer: int
-    total: int = 0  # where its sum begins, on the reducer
-    vector: int | None = None  # of its random bits; None: as ``BoundCodec.at`` has ``first``
+    total: int = 0
+    vector: int | None = None
     slot: int = 0
 
     def part(self, start: int, stop: int) -> Segment:
@@ -130,24 +148,45 @@ class Segment(NamedTuple):
 
 
 def shards_of(tensor: int, numel: int, ranks: int, *, plain: bool, small: bool) -> list[Segment]:
-    """The shards of a tensor as segments, each summed by its rank; its gradient is ``tensor``, too.
+    """Return the shards of a tensor as segments, each summed by its rank.
 
-    plain: over one hop without rotations and exact own contributions; then slots have room for a
-    full shard, and so they have of small tensors.
+    plain: True over one hop without rotations and full-precision own contributions. Slots then have
+        the length of a full shard.
+    small: True for a small tensor, whose slots have that length too.
     """
-    width, shards = ceil_div(numel, ranks), []
+    width = ceil_div(numel, ranks)
+    shards = []
     for rank in range(ranks):
         start, stop = shard_range(numel, ranks, rank)
-        shard = Segment(tensor, start, stop - start, tensor, start, rank)
-        if plain:
-            shard = shard._replace(vector=row_vector(rank, stop - start, width))
-        shards.append(shard._replace(slot=width) if plain or small else shard)
+        shards.append(
+            Segment(
+                tensor=tensor,
+                start=start,
+                numel=stop - start,
+                gradient=tensor,
+                first=start,
+                reducer=rank,
+                vector=row_vector(rank, stop - start, width) if plain else None,
+                slot=width if plain or small else 0,
+            )
+        )
     return shards
 
 
+# ---- plans ----
+
+
+# Buffers of the operations: the outgoing message, own contributions in fp32, the incoming message,
+# own contributions of the previous hop, the sums; then the tensors.
+WIRE, OWN, ARRIVED, OWN_BEFORE, SUMS, TENSORS = range(6)
+
+
 class Step(NamedTuple):
-    """One hop of one slice. ``encode`` also makes the ``kept`` fp32 values that are added as they
-    are: on CUDA in the same launch.
+    """One hop of one slice.
+
+    sent, received: bytes to and from every rank.
+    encode: encodes the message and makes the own contributions; on CUDA in the same launch.
+    own: elements of the own contributions.
     """
 
     sent: list[int]
@@ -157,10 +196,10 @@ class Step(NamedTuple):
 
 
 class SlicePlan(NamedTuple):
-    """The hops of one slice, and the sums at the end.
+    """The hops of one slice, and the final sums.
 
-    Of a reduction that rests between its two hops, see [Note: partial sums] of reduce.py:
-    ``partial`` adds up what the first hop has brought, rotated, for [start, stop) of what waits.
+    partial: of a deferred reduction, see [Note: partial sums] of reduce.py: adds up the messages of
+        the first hop, still rotated, into elements [start, stop) of the partial sums.
     """
 
     steps: list[Step]
@@ -173,7 +212,8 @@ class SlicePlan(NamedTuple):
 class ReductionPlan:
     """The operations and messages of a reduction of segments, the same in all steps.
 
-    forms: of every gradient. ``scale`` multiplies the sums.
+    specs: of every gradient.
+    scale: factor of the sums.
     """
 
     def __init__(
@@ -184,187 +224,275 @@ class ReductionPlan:
         *,
         scale: float,
     ) -> None:
-        self.hops, self._specs, self._scale = hops, specs, scale
-        self._parts = _slices(segments, specs, hops)
+        self.hops = hops
+        self._specs = specs
+        self._scale = scale
+        self._slices = _slices(segments, specs, hops)
 
     @cached_property
     def slices(self) -> list[SlicePlan]:
-        """Both hops at once."""
+        """Slices whose hops follow each other."""
         return self._compile(deferred=False)
 
     @cached_property
     def deferred_slices(self) -> list[SlicePlan]:
-        """The same slices of a reduction over two hops, with a rest between them."""
+        """The same slices over two hops, with partial sums kept between them."""
         return self._compile(deferred=True)
 
     def _compile(self, deferred: bool) -> list[SlicePlan]:
-        found, end = [], 0
-        for part in self._parts:
-            compiler = _Compiler(part, self._specs, self._scale)
-            found.append(compiler.compile(self.hops, deferred, end))
-            end = found[-1].stop
-        return found
+        plans: list[SlicePlan] = []
+        partial_end = 0
+        for segments in self._slices:
+            compiler = _Compiler(segments, self._specs, self.hops, self._scale)
+            plans.append(compiler.compile(deferred, partial_end))
+            partial_end = plans[-1].stop
+        return plans
 
     @property
     def partial_numel(self) -> int:
-        """Elements that this rank holds between the hops, fp32."""
+        """Elements of the partial sums of this rank, fp32."""
         return self.deferred_slices[-1].stop if self.deferred_slices else 0
 
 
 def _slices(
     segments: Sequence[Segment], specs: Sequence[GradientSpec], hops: Sequence[ReductionHop]
 ) -> list[list[Segment]]:
-    """Distribute the segments over slices by their sizes alone, so that all ranks cut alike.
-    Small ones are whole in the first: see [Note: small tensors] of message.py.
+    """Distribute the segments over slices by sizes alone, so all ranks cut alike.
+
+    Small segments are whole in the first slice: see [Note: small tensors] of small_tensors.py.
     """
     total = sum(segment.numel for segment in segments)
     count = hops[-1].slicing.slices(total) if len(hops) > 1 else 1
     slices: list[list[Segment]] = [[] for _ in range(count)]
-    units, small = [spec.unit for spec in specs], [is_tight(spec.codecs[-1]) for spec in specs]
+    units = [spec.unit for spec in specs]
+    is_small = [is_tight(spec.codecs[-1]) for spec in specs]
     for segment in segments:
-        if small[segment.gradient]:
+        if is_small[segment.gradient]:
             slices[0].append(segment)
             continue
-        numel, unit = segment.numel, units[segment.gradient]
+        numel = segment.numel
+        unit = units[segment.gradient]
         borders = [numel * i // count // unit * unit for i in range(count)] + [numel]
-        for part, (start, stop) in zip(slices, pairwise(borders), strict=True):
+        for members, (start, stop) in zip(slices, pairwise(borders), strict=True):
             if start < stop or segment.slot:
-                part.append(segment.part(start, stop))
-    return [part for part in slices if part]
+                members.append(segment.part(start, stop))
+    return [members for members in slices if members]
 
 
 class _Compiler:
-    """Plans the hops of one slice."""
+    """Plans the hops of one slice, one after the other.
+
+    Segments are named by their indices in the slice. An offset is the first element of a segment in
+    a buffer of fp32 values, a slot the first byte of a segment in a row or message.
+    """
 
     def __init__(
-        self, segments: list[Segment], specs: Sequence[GradientSpec], scale: float
+        self,
+        segments: list[Segment],
+        specs: Sequence[GradientSpec],
+        hops: Sequence[ReductionHop],
+        scale: float,
     ) -> None:
-        self._segments, self._specs, self._scale = segments, specs, scale
-        self._on_wire = [round_up(s.numel, specs[s.gradient].block or 1) for s in segments]
-        # Of the hop before: where segments lie in a row, its bytes, and their kept values.
-        self._columns: dict[int, int] = {}
+        self._segments = segments
+        self._specs = specs
+        self._hops = hops
+        self._scale = scale
+        # Elements of whole rotation blocks.
+        self._padded_numels = [
+            round_up(segment.numel, specs[segment.gradient].block or 1) for segment in segments
+        ]
+        # Of the previous hop: the slots in each incoming row, the bytes of such a row, and the
+        # offsets of own contributions.
+        self._slots: dict[int, int] = {}
         self._row_bytes = 0
         self._own_offsets: dict[int, int] = {}
-        # Where the partial sums of the first hop rest.
+        # Offsets in the partial sums, once they are planned.
         self._partial_offsets: dict[int, int] | None = None
 
-    def compile(self, hops: Sequence[ReductionHop], deferred: bool, start: int) -> SlicePlan:
-        """``waits``: between the hops; ``start``: where this slice begins in what waits."""
-        here = list(range(len(self._segments)))  # still to be added up by this rank
-        steps, partial, end = [], [], 0
-        for depth, hop in enumerate(hops):
-            # By the rank that they go to.
-            rows: list[list[int]] = [[] for _ in range(hop.communicator.size)]
-            for index in here:
-                rows[hop.place(self._segments[index].reducer)].append(index)
-            steps.append(self._step(rows, depth, hops))
-            here = rows[hop.communicator.rank]
+    def compile(self, deferred: bool, partial_start: int) -> SlicePlan:
+        """Plan all hops.
+
+        deferred: True to keep partial sums between the hops.
+        partial_start: first element of this slice in the partial sums.
+        """
+        remaining = list(range(len(self._segments)))  # segments that this rank still adds up
+        steps: list[Step] = []
+        partial: list[Task] = []
+        partial_numel = 0
+        for depth, hop in enumerate(self._hops):
+            rows: list[list[int]] = [[] for _ in range(hop.communicator.size)]  # by receiver
+            for index in remaining:
+                receiver = hop.place(self._segments[index].reducer)
+                rows[receiver].append(index)
+            steps.append(self._step(rows, depth))
+            remaining = rows[hop.communicator.rank]
             if deferred and depth == 0:
-                partial_offsets, end = self._end_to_end(here)
-                partial = [
-                    self._sum(i, hops, 1, OWN, place) for i, place in partial_offsets.items()
-                ]
+                partial_offsets, partial_numel = self._end_to_end(remaining)
+                for index, offset in partial_offsets.items():
+                    partial.append(self._partial_sum(index, 1, offset))
                 self._partial_offsets = partial_offsets
-        total = [self._sum(i, hops, len(hops), SUMS) for i in here if self._segments[i].numel]
-        return SlicePlan(steps, Operations(total), Operations(partial), start, start + end)
+        total = [self._final_sum(index) for index in remaining if self._segments[index].numel]
+        return SlicePlan(
+            steps,
+            total=Operations(total),
+            partial=Operations(partial),
+            start=partial_start,
+            stop=partial_start + partial_numel,
+        )
 
     def _end_to_end(self, indices: Iterable[int]) -> tuple[dict[int, int], int]:
-        """Places of fp32 values of segments, and their end."""
-        places, end = dict[int, int](), 0
+        """Return offsets of segments that follow each other, and the elements of them all."""
+        offsets: dict[int, int] = {}
+        end = 0
         for index in indices:
-            places[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
-        return places, end
+            offsets[index] = end
+            end += round_up(self._padded_numels[index], VECTOR_NUMEL)
+        return offsets, end
 
-    def _step(self, rows: list[list[int]], depth: int, hops: Sequence[ReductionHop]) -> Step:
-        hop, mine = hops[depth], hops[depth].communicator.rank
-        leaving = [
-            [] if hop.full_precision_own and place == mine else row
-            for place, row in enumerate(rows)
-        ]
-        layouts = [lay_out(self._size(index, depth) for index in row) for row in leaving]
+    def _step(self, rows: list[list[int]], depth: int) -> Step:
+        """Plan one hop; ``rows``: the segments bound for each rank."""
+        hop = self._hops[depth]
+        rank = hop.communicator.rank
+        own_row = rows[rank]
+        outgoing = list(rows)
+        if hop.full_precision_own:
+            outgoing[rank] = []
+        layouts = [lay_out(self._size(index, depth) for index in row) for row in outgoing]
         sent = [nbytes for _, nbytes in layouts]
-        begins = accumulate(sent, initial=0)
-        encode = [
-            self._encode(index, begin + slot, depth, hops)
-            for row, (slots, _), begin in zip(leaving, layouts, begins, strict=False)
-            for index, slot in zip(row, slots, strict=True)
-            if self._segments[index].numel
-        ]
-        encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
-        own, end = dict[int, int](), 0
+        row_starts = accumulate(sent, initial=0)
+        encode: list[Task] = []
+        for row, (slots, _), row_start in zip(outgoing, layouts, row_starts, strict=False):
+            for index, slot in zip(row, slots, strict=True):
+                if self._segments[index].numel:
+                    encode.append(self._encode(index, row_start + slot, depth))
+        encode.sort(key=lambda task: task[0].stream)  # tasks of one gradient become one job
+        own_offsets: dict[int, int] = {}
+        own_numel = 0
         if hop.full_precision_own and depth and self._partial_offsets is not None:
-            # Added where it rests.
-            own = {index: self._partial_offsets[index] for index in rows[mine]}
+            # Own contributions are read from the partial sums.
+            own_offsets = {index: self._partial_offsets[index] for index in own_row}
         elif hop.full_precision_own:
-            own, end = self._end_to_end(rows[mine])
-            encode += [self._own(index, place, depth, hops) for index, place in own.items()]
-        slots, self._row_bytes = lay_out(self._size(index, depth) for index in rows[mine])
-        self._columns, self._own_offsets = dict(zip(rows[mine], slots, strict=True)), own
+            own_offsets, own_numel = self._end_to_end(own_row)
+            for index, offset in own_offsets.items():
+                encode.append(self._own(index, offset, depth))
+        slots, self._row_bytes = lay_out(self._size(index, depth) for index in own_row)
+        self._slots = dict(zip(own_row, slots, strict=True))
+        self._own_offsets = own_offsets
         received = [self._row_bytes] * hop.communicator.size
         if hop.full_precision_own:
-            received[mine] = 0
-        return Step(sent, received, Operations(encode), end)
+            received[rank] = 0
+        return Step(sent, received, Operations(encode), own_numel)
 
     def _size(self, index: int, depth: int) -> tuple[Codec, int]:
-        """Codec and elements of a segment's slot."""
+        """Return the codec of a segment's slot and its capacity in elements."""
         segment = self._segments[index]
         codec = self._specs[segment.gradient].codecs[depth]
-        return codec, max(self._on_wire[index], segment.slot)
+        return codec, max(self._padded_numels[index], segment.slot)
 
-    def _encode(self, index: int, start: int, depth: int, hops: Sequence[ReductionHop]) -> Task:
+    def _encode(self, index: int, slot: int, depth: int) -> Task:
+        """Plan the encoding of a segment into the message, from byte ``slot`` on."""
         segment = self._segments[index]
-        codecs, block, flips, _ = self._specs[segment.gradient]
+        spec = self._specs[segment.gradient]
         vector = segment.vector
         if vector is None:
             vector = VECTORS_PER_ELEMENT * segment.first
         if depth == 0:
-            tensor, numel = TENSORS + segment.tensor, segment.numel
-            how = segment.gradient, block, bool(flips)
-            operation = Encode(codecs[0], numel, tensor, WIRE, *how)
-            return operation, (segment.start, start, vector)
-        if self._partial_offsets is not None:  # rotated already
-            numel = self._on_wire[index]
-            operation = Encode(codecs[depth], numel, OWN_BEFORE, WIRE, segment.gradient)
-            return operation, (self._partial_offsets[index], start, vector)
-        how = {"wire": WIRE, "stream": segment.gradient, "block": block}
-        how |= self._sources(hops[depth - 1])
-        operation = Recode(*codecs[depth - 1 : depth + 1], segment.numel, **how)
-        return operation, (self._columns[index], start, self._own_offsets.get(index, 0), vector)
+            from_tensor = Encode(
+                spec.codecs[0],
+                segment.numel,
+                values=TENSORS + segment.tensor,
+                wire=WIRE,
+                stream=segment.gradient,
+                block=spec.block,
+                flips=bool(spec.flips),
+            )
+            return from_tensor, (segment.start, slot, vector)
+        if self._partial_offsets is not None:
+            from_partial_sum = Encode(
+                spec.codecs[depth],
+                self._padded_numels[index],  # rotated already
+                values=OWN_BEFORE,
+                wire=WIRE,
+                stream=segment.gradient,
+            )
+            return from_partial_sum, (self._partial_offsets[index], slot, vector)
+        sources, own_place = self._sources(depth)
+        recode = Recode(
+            spec.codecs[depth - 1],
+            spec.codecs[depth],
+            segment.numel,
+            wire_in=ARRIVED,
+            wire=WIRE,
+            stream=segment.gradient,
+            sources=sources,
+            stride=self._row_bytes,
+            place=own_place,
+            own=OWN_BEFORE,
+            block=spec.block,
+        )
+        return recode, (self._slots[index], slot, self._own_offsets.get(index, 0), vector)
 
-    def _own(self, index: int, place: int, depth: int, hops: Sequence[ReductionHop]) -> Task:
-        """Plan this rank's exact contribution: rotated values, or the sum of what has arrived so
-        far.
-        """
+    def _own(self, index: int, offset: int, depth: int) -> Task:
+        """Plan this rank's own contribution: its rotated values, or its sum of the previous hop."""
         segment = self._segments[index]
-        codecs, block, flips, _ = self._specs[segment.gradient]
+        spec = self._specs[segment.gradient]
         if depth:
-            operation, places = self._sum(index, hops, depth, OWN, place)
-            return operation._replace(fuse_with=codecs[depth]), places
-        how = segment.numel, TENSORS + segment.tensor, OWN, segment.gradient, block, bool(flips)
-        return Rotate(codecs[0], *how), (segment.start, place)
+            partial_sum, offsets = self._partial_sum(index, depth, offset)
+            return partial_sum._replace(fuse_with=spec.codecs[depth]), offsets
+        rotate = Rotate(
+            spec.codecs[0],
+            segment.numel,
+            values=TENSORS + segment.tensor,
+            rotated=OWN,
+            stream=segment.gradient,
+            block=spec.block,
+            flips=bool(spec.flips),
+        )
+        return rotate, (segment.start, offset)
 
-    def _sum(
-        self, index: int, hops: Sequence[ReductionHop], depth: int, into: int, place: int = 0
-    ) -> Task:
-        """Plan the sum of what arrived on the hop before ``depth``; the last one is rotated back
-        and scaled.
-        """
+    def _partial_sum(self, index: int, depth: int, offset: int) -> tuple[Sum, tuple[int, ...]]:
+        """Plan the sum of the messages of the hop before ``depth``, still rotated and unscaled."""
         segment = self._segments[index]
-        codecs, block, flips, _ = self._specs[segment.gradient]
-        how = {"numel": self._on_wire[index]}
-        if into == SUMS:
-            place = segment.total
-            how = {"numel": segment.numel, "block": block, "flips": flips, "scale": self._scale}
-        how |= {"values": into, "stream": segment.gradient, **self._sources(hops[depth - 1])}
-        places = self._columns[index], place, self._own_offsets.get(index, 0)
-        return Sum(codecs[depth - 1], **how), places
+        sources, own_place = self._sources(depth)
+        operation = Sum(
+            self._specs[segment.gradient].codecs[depth - 1],
+            self._padded_numels[index],
+            wire_in=ARRIVED,
+            values=OWN,
+            stream=segment.gradient,
+            sources=sources,
+            stride=self._row_bytes,
+            place=own_place,
+            own=OWN_BEFORE,
+        )
+        return operation, (self._slots[index], offset, self._own_offsets.get(index, 0))
 
-    def _sources(self, hop: ReductionHop) -> dict[str, int | None]:
-        """Sources of an operation that adds up what arrived on a hop."""
-        return {
-            "wire_in": ARRIVED,
-            "sources": hop.communicator.size - hop.full_precision_own,
-            "stride": self._row_bytes,
-            "place": hop.communicator.rank if hop.full_precision_own else None,
-            "own": OWN_BEFORE,
-        }
+    def _final_sum(self, index: int) -> Task:
+        """Plan the sum of the messages of the last hop, rotated back and scaled."""
+        segment = self._segments[index]
+        spec = self._specs[segment.gradient]
+        sources, own_place = self._sources(len(self._hops))
+        operation = Sum(
+            spec.codecs[len(self._hops) - 1],
+            segment.numel,
+            wire_in=ARRIVED,
+            values=SUMS,
+            stream=segment.gradient,
+            sources=sources,
+            stride=self._row_bytes,
+            place=own_place,
+            own=OWN_BEFORE,
+            block=spec.block,
+            flips=spec.flips,
+            scale=self._scale,
+        )
+        return operation, (self._slots[index], segment.total, self._own_offsets.get(index, 0))
+
+    def _sources(self, depth: int) -> tuple[int, int | None]:
+        """Return the number of incoming rows of the hop before ``depth``, and the rank index whose
+        contribution is this rank's own instead of a row; None if all contributions are rows.
+        """
+        hop = self._hops[depth - 1]
+        if hop.full_precision_own:
+            return hop.communicator.size - 1, hop.communicator.rank
+        return hop.communicator.size, None

@@ -1,5 +1,11 @@
-"""Topology: which ranks share a node. The node size is an argument, never a count of devices, so
-that a few processes on one machine can stand for several nodes. Standard library only.
+"""Topology: the ranks of every node.
+
+node        consecutive global ranks, usually those of one host
+local rank  index of a rank in its node
+host        a machine, as ``host_name`` names it
+
+The node size is an argument, never a count of devices, so a few processes on one machine can stand
+for several nodes. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,13 +42,14 @@ class Topology:
         return self.world // self.node_size
 
     def levels(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Global ranks of every node, and of every local place over the nodes."""
-        intra = [list(range(n, n + self.node_size)) for n in range(0, self.world, self.node_size)]
-        inter = [list(range(g, self.world, self.node_size)) for g in range(self.node_size)]
+        """Return the global ranks of every node, and those of every local rank over the nodes."""
+        size = self.node_size
+        intra = [list(range(first, first + size)) for first in range(0, self.world, size)]
+        inter = [list(range(local, self.world, size)) for local in range(size)]
         return intra, inter
 
     def node_of(self, rank: int) -> int:
-        """Node index of a global rank."""
+        """Return the node index of a global rank."""
         return rank // self.node_size
 
 
@@ -57,11 +64,11 @@ def divisors(world: int) -> list[int]:
 
 
 def launched_size(world: int) -> tuple[str, int] | None:
-    """Return the variable in which the launcher gives the ranks of this host (deepspeed:
-    LOCAL_SIZE, torchrun: LOCAL_WORLD_SIZE), and its value; None if it gives none that divides the
-    world.
+    """Return the launcher's variable with the number of ranks on this host, and its value.
 
-    In this order: under the deepspeed launcher on CPU, accelerate sets LOCAL_WORLD_SIZE to 1.
+    None if no variable has a value that divides the world. deepspeed sets LOCAL_SIZE, torchrun
+    LOCAL_WORLD_SIZE. LOCAL_SIZE goes first: under the deepspeed launcher on CPU, accelerate sets
+    LOCAL_WORLD_SIZE to 1.
     """
     for variable in _VARIABLES:
         value = os.environ.get(variable, "")
@@ -71,22 +78,24 @@ def launched_size(world: int) -> tuple[str, int] | None:
 
 
 def default_node_size(world: int) -> int:
-    """Return the ranks per host that the launcher of this rank gives, without asking the others;
-    ``world`` if it does not say: every rank counts as local.
+    """Return the ranks per host by this rank's launcher, without communication.
+
+    ``world`` if the launcher sets none: every rank counts as local.
     """
     launched = launched_size(world)
     return world if launched is None else launched[1]
 
 
 def host_name() -> str:
-    """Return this machine's name and an id of its running system: clones may share a name.
-    Containers and network namespaces of one machine share the id.
+    """Return this machine's name and its boot id, because clones may share a name.
+
+    Containers and network namespaces of one machine share the boot id.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")[:8]
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")[:8]
     except (OSError, ValueError):
-        boot = ""
-    return f"{socket.gethostname()} {boot}".strip()
+        boot_id = ""
+    return f"{socket.gethostname()} {boot_id}".strip()
 
 
 class PlacementError(ValueError):
@@ -96,22 +105,22 @@ class PlacementError(ValueError):
 def place(
     hosts: Sequence[str], *, given: int | None, launched: Sequence[tuple[str, int] | None]
 ) -> tuple[int, str]:
-    """Decide how many consecutive ranks make a node; also what a user should know, or "".
+    """Return the node size in consecutive ranks, and a warning for the user, or "".
 
-    Several nodes on one host are as good as declared; a node that spans hosts is not.
+    Several nodes on one host are accepted without a warning; a node that spans hosts is not.
 
     Args:
         hosts: of every rank.
         given: quantized_comm.node_size.
-        launched: what the launcher told every rank, see ``launched_size``.
+        launched: of every rank, see ``launched_size``.
 
     Raises:
-        PlacementError: nobody gave a node size, and none can be found.
+        PlacementError: no node size was given, and none can be derived.
     """
     hosts = _labels(hosts)
     if given is not None:
-        return given, _given_spans(hosts, given)
-    runs = [len(list(same)) for _, same in groupby(hosts)]
+        return given, _spanning_warning(hosts, given)
+    runs = [len(list(same)) for _, same in groupby(hosts)]  # of ranks that share a host
     if len(runs) > len(set(hosts)):
         raise PlacementError(_scattered(hosts))
     first = launched[0]
@@ -124,22 +133,27 @@ def place(
             )
         return size, ""
     size = math.gcd(*runs)
-    uneven = len(set(runs)) > 1
-    warning = (
-        f"hosts hold {', '.join(map(str, runs[:8]))}{' ...' if len(runs) > 8 else ''} ranks, so "
+    if len(set(runs)) == 1:
+        return size, ""
+    shown = ", ".join(map(str, runs[:8]))
+    if len(runs) > 8:
+        shown += " ..."
+    return size, (
+        f"hosts hold {shown} ranks, so "
         f"nodes are of {size}; equal numbers of ranks per host make larger nodes"
     )
-    return size, warning if uneven else ""
 
 
 def _labels(hosts: Sequence[str]) -> list[str]:
-    """Drop the ids that ``host_name`` adds, unless they tell two hosts apart."""
-    short = {host: host.split(" ")[0] for host in hosts}
-    return [short[host] if len(set(short.values())) == len(short) else host for host in hosts]
+    """Drop the boot ids of ``host_name``, unless two hosts share a name."""
+    names = {host: host.split(" ")[0] for host in hosts}
+    if len(set(names.values())) < len(names):
+        return list(hosts)
+    return [names[host] for host in hosts]
 
 
 def _spanning(hosts: Sequence[str], size: int) -> range | None:
-    """Find the first node of ``size`` ranks that lies on several hosts."""
+    """Return the first node of ``size`` ranks that lies on several hosts."""
     for start in range(0, len(hosts), size):
         if len(set(hosts[start : start + size])) > 1:
             return range(start, start + size)
@@ -147,14 +161,16 @@ def _spanning(hosts: Sequence[str], size: int) -> range | None:
 
 
 def _where(hosts: Sequence[str], ranks: range) -> str:
-    """Describe the ranks of a node and their hosts, the first three."""
+    """Describe the ranks of a node and their first three hosts."""
     runs = [(host, len(list(same))) for host, same in groupby(hosts[ranks.start : ranks.stop])]
     shown = ", ".join(f"{count} on {host}" for host, count in runs[:3])
-    more = ", ..." if len(runs) > 3 else ""
-    return f"ranks {ranks.start} to {ranks.stop - 1} lie on several hosts ({shown}{more})"
+    if len(runs) > 3:
+        shown += ", ..."
+    return f"ranks {ranks.start} to {ranks.stop - 1} lie on several hosts ({shown})"
 
 
-def _given_spans(hosts: Sequence[str], size: int) -> str:
+def _spanning_warning(hosts: Sequence[str], size: int) -> str:
+    """Return a warning if a node of the given size spans hosts, else ""."""
     node = _spanning(hosts, size)
     if node is None:
         return ""
@@ -170,16 +186,16 @@ def _given_spans(hosts: Sequence[str], size: int) -> str:
 
 
 def _scattered(hosts: Sequence[str]) -> str:
-    """Name a host whose ranks do not follow each other."""
-    ended: dict[str, int] = {}
+    """Name a host whose ranks are not consecutive."""
+    last_rank: dict[str, int] = {}  # of every host so far
     for rank, host in enumerate(hosts):
-        if host in ended and ended[host] != rank - 1:
+        if host in last_rank and last_rank[host] != rank - 1:
             between = hosts[rank - 1]
             return (
-                f"the ranks of host {host} are not consecutive: rank {ended[host]} lies there, "
+                f"the ranks of host {host} are not consecutive: rank {last_rank[host]} lies there, "
                 f"rank {rank - 1} on {between}, rank {rank} there again, and a node is a run of "
                 f"consecutive ranks. Place them so ({_CONSECUTIVE}), or set "
                 "quantized_comm.node_size=1, which makes every rank a node of its own"
             )
-        ended[host] = rank
-    raise AssertionError("called for hosts in order")
+        last_rank[host] = rank
+    raise AssertionError("called with consecutive ranks on every host")

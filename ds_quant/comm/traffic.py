@@ -1,17 +1,21 @@
-"""Count what the collectives move, and sample their seconds and errors.
+"""Counters of the bytes that collectives receive, and samples of their time and error.
+
+sample   the measurements of one sampled step
+section  a part of the step that is timed: encode, wait or decode
+tally    the encoded bytes and the error of one role and link in a sample
+traffic  counters of all steps
 
 [Note: sampling] Outside a sampled step every method here returns at once: no clock is read, nothing
 is decoded, nothing waits for the device.
 
-[Note: sections] A section is charged with its own time, without that of the sections inside it. The
-clock must count what was asked of the device, see ``zero.telemetry``. A kernel that decodes, sums
-and encodes at once counts as encoding.
+[Note: sections] Times are exclusive of nested sections. The clock must synchronize the device, see
+``zero.telemetry``. A kernel that decodes, sums and encodes at once counts as encoding.
 
-[Note: what is read back] Of every role and link ``CHECKED`` bytes of messages per sample, in whole
-pieces, at least one piece. The window moves on from sample to sample, so that all parameters have
-their turn. Errors stay on the device: nothing is waited for before the sample is over.
+[Note: read back] To measure the error, ``CHECKED`` bytes of messages per role, link and sample are
+decoded again, in whole pieces, at least one piece. The window of these bytes moves from sample to
+sample, so all parameters are measured in turn. Errors stay on the device until the sample is over.
 
-Standard library only.
+Only types are imported from torch.
 """
 
 from __future__ import annotations
@@ -19,32 +23,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # ---- sampled steps ----
 
 
-CHECKED = 1 << 22  # bytes, see [Note: what is read back]
+CHECKED = 1 << 22  # bytes, see [Note: read back]
 SECTIONS = ("encode", "wait", "decode")
-_CHECKING = "check"  # reading back what was encoded: charged to no section that is reported
+_CHECKING = "check"  # reading back: a section that is not reported
 
-Place = tuple[str, str]  # (role, link), as in Traffic
-Note = Callable[..., None]  # told of every piece of a message, as ``Tally.add`` is
+RoleAndLink = tuple[str, str]  # as in Traffic
+Note = Callable[..., None]  # called with the arguments of ``Tally.add`` for each piece of a message
 
 
 @dataclass
 class Tally:
-    """Elements and bytes encoded for one role and link, and the error of what was read back.
+    """Elements and bytes encoded for one role and link, and the error of those read back.
 
+    window: first byte in the messages of a step that is read back.
+    checked: bytes read back.
     squares: sums of squared errors and squared norms, (2,) on the device; None if nothing was read
-    back. window: where in the messages of a step reading back begins, in bytes.
+        back.
     """
 
     window: int = 0
     numel: int = 0
     nbytes: int = 0
     checked: int = 0
-    squares: Any = None
+    squares: Tensor | None = None
 
     @property
     def bits(self) -> float:
@@ -53,35 +62,38 @@ class Tally:
 
     def add(
         self,
-        error: Callable[..., Any],
-        values: Any,
-        wire: Any,
+        error: Callable[..., Tensor],
+        values: Tensor | Callable[[], Tensor],
+        wire: Tensor,
         *,
         numel: int | None = None,
-        **how: Any,
+        **error_options: Any,
     ) -> None:
-        """Count a piece, and read it back if it is its turn.
+        """Count a piece of a message, and read it back if the window has reached it.
 
-        error: see ``codec.bound.BoundCodec.error``. values: what was encoded, or makes it, which
-        has ``numel`` elements. wire: its bytes, uint8.
+        error: see ``codec.bound.BoundCodec.error``; called with the other options.
+        values: the encoded values, or a function that returns them; then ``numel`` is given.
+        wire: their bytes, uint8.
         """
-        numel = values.numel() if numel is None else numel
+        if numel is None:
+            assert not callable(values)
+            numel = values.numel()
         self.numel += numel
         self.nbytes += wire.numel()
         if self.nbytes <= self.window or self.checked >= CHECKED or not numel:
             return
-        squares = error(values() if callable(values) else values, wire, **how)
+        squares = error(values() if callable(values) else values, wire, **error_options)
         self.squares = squares if self.squares is None else self.squares + squares
         self.checked += wire.numel()
 
     def next_window(self) -> int:
-        """Move the window for the next sample."""
+        """Return the window of the next sample."""
         end = self.window + CHECKED
         return end if end < self.nbytes else 0
 
 
 def normalised(error: float, norm: float) -> float:
-    """Return squared error over squared norm; for zeros only, 0 if they stay zero."""
+    """Return squared error over squared norm; for a norm of 0, 0.0 without an error, else inf."""
     if norm == 0:
         return 0.0 if error == 0 else float("inf")
     return error / norm
@@ -89,10 +101,20 @@ def normalised(error: float, norm: float) -> float:
 
 @dataclass
 class Sample:
-    """Measurements of a sampled step so far."""
+    """Measurements of a sampled step so far.
+
+    seconds: by section.
+    """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
-    tallies: dict[Place, Tally] = field(default_factory=dict)
+    tallies: dict[RoleAndLink, Tally] = field(default_factory=dict)
+
+
+class _Piece(NamedTuple):
+    """The arguments of one call of ``Tally.add``."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 _OFF = nullcontext()
@@ -104,61 +126,69 @@ class Meter:
     def __init__(self) -> None:
         self._sample: Sample | None = None
         self._clock: Callable[[], float] = lambda: 0.0
-        self._inside = 0.0  # seconds of sections within the current one
-        self._windows: dict[Place, int] = {}
+        self._nested_seconds = 0.0  # of sections within the current one
+        self._windows: dict[RoleAndLink, int] = {}
 
     @property
     def is_open(self) -> bool:
-        """Whether a step is being sampled."""
+        """Return True if a step is being sampled."""
         return self._sample is not None
 
     def open(self, clock: Callable[[], float]) -> None:
         """Start measuring; ``clock`` returns seconds."""
-        self._sample, self._clock, self._inside = Sample(), clock, 0.0
+        self._sample = Sample()
+        self._clock = clock
+        self._nested_seconds = 0.0
 
     def close(self) -> Sample:
         """Stop measuring and return the sample."""
-        sample, self._sample = self._sample, None
+        sample = self._sample
         assert sample is not None
-        for place, tally in sample.tallies.items():
-            self._windows[place] = tally.next_window()
+        self._sample = None
+        for role_and_link, tally in sample.tallies.items():
+            self._windows[role_and_link] = tally.next_window()
         return sample
 
     def section(self, name: str) -> AbstractContextManager[Any]:
-        """Charge the time inside to ``name``. See [Note: sections]."""
+        """Add the time inside to the section ``name``. See [Note: sections]."""
         return _OFF if self._sample is None else self._timed(name)
 
     def encoding(self, role: str, hop: str) -> AbstractContextManager[Note | None]:
-        """Charge the encoding of a message, and read back some of what was noted at its end. None
-        while no sample is open.
+        """Time the encoding of a message; the context's value notes each piece of the message.
+
+        At the end noted pieces are counted, and some are read back. The value is None while no
+        sample is open.
         """
         return _OFF if self._sample is None else self._checked((role, hop))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        outer, self._inside = self._inside, 0.0
+        outer_nested_seconds = self._nested_seconds
+        self._nested_seconds = 0.0
         start = self._clock()
         try:
             yield
         finally:
-            spent = self._clock() - start
+            elapsed = self._clock() - start
             if self._sample is not None:
                 seconds = self._sample.seconds
-                seconds[name] = seconds.get(name, 0.0) + spent - self._inside
-            self._inside = outer + spent
+                seconds[name] = seconds.get(name, 0.0) + elapsed - self._nested_seconds
+            self._nested_seconds = outer_nested_seconds + elapsed
 
     @contextmanager
-    def _checked(self, place: Place) -> Iterator[Note]:
-        noted: list[tuple[tuple, dict]] = []
+    def _checked(self, role_and_link: RoleAndLink) -> Iterator[Note]:
+        pieces: list[_Piece] = []
         with self._timed("encode"):
-            yield lambda *piece, **how: noted.append((piece, how))
-        if self._sample is not None:
-            with self._timed(_CHECKING):
-                tallies = self._sample.tallies
-                if place not in tallies:
-                    tallies[place] = Tally(window=self._windows.get(place, 0))
-                for piece, how in noted:
-                    tallies[place].add(*piece, **how)
+            yield lambda *args, **options: pieces.append(_Piece(args, options))
+        if self._sample is None:
+            return
+        with self._timed(_CHECKING):
+            tally = self._sample.tallies.get(role_and_link)
+            if tally is None:
+                tally = Tally(window=self._windows.get(role_and_link, 0))
+                self._sample.tallies[role_and_link] = tally
+            for piece in pieces:
+                tally.add(*piece.args, **piece.options)
 
 
 # ---- counters of all steps ----
@@ -168,8 +198,11 @@ _ROLES = ("weights", "gradients")
 
 @dataclass
 class LosslessDifferences:
-    """Messages whose length the values decide, of all ranks of a gather: ``numel`` weights in
-    ``used`` bytes; ``moved``: bytes including padding to the longest message.
+    """Counters of lossless messages, whose length depends on the values.
+
+    Of all ranks of a gather.
+    numel: weights. used: bytes of their messages. moved: bytes with the padding of each message to
+        the longest of any rank.
     """
 
     numel: int = 0
@@ -178,24 +211,24 @@ class LosslessDifferences:
 
     @property
     def bits(self) -> float | None:
-        """Bits per weight, without padding between messages; None before the first one."""
+        """Bits per weight, without padding; None before the first message."""
         return 8 * self.used / self.numel if self.numel else None
 
     @property
     def padding(self) -> float | None:
-        """Padding between messages, as a share of what they use."""
+        """Padding, as a share of the used bytes; None before the first message."""
         return self.moved / self.used - 1 if self.used else None
 
 
 @dataclass
 class Traffic:
-    """Bytes this rank received and messages it posted, since the engine was built.
+    """Bytes that this rank received and collectives that it posted, since the engine was built.
 
-    ``received[role][link]`` is in bytes; role is ``weights`` or ``gradients``, link is ``intra``
-    (from ranks of the same node) or ``inter`` (from other nodes). A rank's own payload never
-    crosses a link and is not counted. ``collectives[role]`` counts collectives issued.
-    ``meter`` measures the same collectives in sampled steps, ``lossless`` counts the bits and the
-    padding of lossless differences.
+    received: bytes by role (``weights`` or ``gradients``) and link: ``intra`` from ranks of the
+        same node, ``inter`` from other nodes. A rank's own payload is not counted.
+    collectives: collectives posted, by role.
+    meter: measures the same collectives in sampled steps.
+    lossless: bits and padding of lossless differences.
     """
 
     received: dict[str, dict[str, int]] = field(
@@ -206,7 +239,7 @@ class Traffic:
     lossless: LosslessDifferences = field(default_factory=LosslessDifferences)
 
     def count(self, role: str, *, intra: int, inter: int) -> None:
-        """Add one collective that brought ``intra`` + ``inter`` bytes to this rank."""
+        """Count one collective in which this rank received ``intra`` + ``inter`` bytes."""
         self.received[role]["intra"] += intra
         self.received[role]["inter"] += inter
         self.collectives[role] += 1

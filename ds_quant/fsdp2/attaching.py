@@ -173,7 +173,9 @@ def _level_groups(topology: Topology, device: torch.device) -> tuple[Any, Any]:
 
 def _follow(front: Front, optimizer: Optimizer | Iterable[Optimizer]) -> None:
     """Run the front's events around the steps of the optimizer; of several, of the last one."""
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    # Accelerate's wrapper runs no hooks of its own; the optimizer inside does.
+    optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in given]
     if not optimizers:
         front.notices.append("no optimizer: weights are gathered only")
         return

@@ -8,11 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageError, MessageErrors
-from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
+from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduction_plan import (
+    GradientSpec,
+    ReductionHop,
+    Segment,
+    Slicing,
+    presumed_pace,
+)
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Buffers, Communicator, HierarchicalCommunicator
+from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.sharded_module import root_state, sharded_modules
@@ -57,6 +66,9 @@ class Front:
         communicators = [self._communicator(group) for group in process_groups]
         self.hierarchy = HierarchicalCommunicator(*communicators)
         self.route = self._route()
+        self._gradient_sums: dict[
+            tuple[tuple[Segment, ...], tuple[GradientSpec, ...], float], GradientSums
+        ] = {}
 
         # - State between steps
         self.step = 0
@@ -81,6 +93,17 @@ class Front:
             self.reductions.append(reduction)
             sharded.module.set_custom_all_gather(QuantizedAllGather(self, sharded, node_shard))
             sharded.module.set_custom_reduce_scatter(reduction)
+
+    def gradient_sums(
+        self, segments: tuple[Segment, ...], specs: tuple[GradientSpec, ...], scale: float
+    ) -> GradientSums:
+        """Plan a reduction; layers of equal shapes share one plan."""
+        key = segments, specs, scale
+        if key not in self._gradient_sums:
+            self._gradient_sums[key] = GradientSums(
+                segments, specs, self.route, self.hierarchy.flat, scale
+            )
+        return self._gradient_sums[key]
 
     @property
     def defers_inter_node(self) -> bool:

@@ -20,9 +20,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ds_quant.codec.bound import BoundCodec, Rotation, full_precision
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.message import SMALL_NUMEL, is_tight, row_vector, small_last
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import Segment
+from ds_quant.comm.slots import row_vector
+from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_last
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.dispatch import Operations, RngState
@@ -188,7 +189,7 @@ class QuantizedReduceScatter(ReduceScatter):
         ]
         specs = [codecs.spec for codecs in gradient_codecs]
         segments = self._segments(gradient_codecs)
-        sums = GradientSums(segments, specs, front.route, front.hierarchy.flat, scale)
+        sums = front.gradient_sums(tuple(segments), tuple(specs), scale)
         cast = CastCodec(torch.float32)
         rank = front.hierarchy.rank
         copies = Operations(

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import Codec
-from ds_quant.comm.message import GatherSlice, Message, row_vector
+from ds_quant.comm.message import GatherSlice, Message
+from ds_quant.comm.slots import row_vector
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.weight_codecs import WeightCodecs
 
 if TYPE_CHECKING:
     from ds_quant.fsdp2.front import Front
@@ -37,6 +39,8 @@ class NodeShard:
         self._rows = torch.zeros(
             topology.nodes, sharded.row_numel, dtype=sharded.dtype, device=front.device
         )
+        self._between = WeightCodecs(front, sharded, hop=_BETWEEN)
+        self._inside = WeightCodecs(front, sharded, hop=_INSIDE)
         self._exchange: Pending[Any] | None = None
         self._versions: list[int] = []
         self.refill()
@@ -49,14 +53,15 @@ class NodeShard:
     def refill(self) -> None:
         """Fill the rows exactly. A collective."""
         self._finish_exchange()
-        codecs = [full_precision(self._sharded.dtype) for _ in self._sharded.params]
-        self._post(codecs, [True] * len(codecs))
+        exact = [full_precision(self._sharded.dtype) for _ in self._sharded.params]
+        self._post(exact, self._exchange_plan(exact, everything=True))
         self._finish_exchange()
 
     def after_step(self) -> None:
         """Post the new weights between the nodes; parameters that no optimizer moves stay."""
         self._finish_exchange()
-        self._post(self._bound_codecs(_BETWEEN), [param.trained for param in self._sharded.params])
+        bound_codecs, message = self._between.of_step(self._exchange_plan)
+        self._post(bound_codecs, message)
 
     def gather(self, output: Tensor) -> Pending[Any]:
         """Gather all rows, (ranks * row,), from the ranks of this node.
@@ -70,28 +75,42 @@ class NodeShard:
         if intra is None:  # one rank per node: all rows are here
             output.view(self._rows.shape).copy_(self._rows)
             return Pending(lambda: output)
-        bound_codecs = self._bound_codecs(_INSIDE)
-        message = _node_message(*self._sizes(bound_codecs), self._local, intra.size)
+        bound_codecs, message = self._inside.of_step(self._node_plan)
         return message.gather(intra, [self._rows.view(-1)], bound_codecs, lambda: [output])
 
-    def _post(self, bound_codecs: Sequence[BoundCodec], sent: Sequence[bool]) -> None:
-        """Post this rank's weights between the nodes; ``sent``: which parameters, in a row."""
+    def _post(self, bound_codecs: Sequence[BoundCodec], message: Message) -> None:
+        """Post this rank's weights between the nodes."""
         own = torch.empty(
             self._sharded.row_numel, dtype=self._sharded.dtype, device=self._rows.device
         )
-        torch._foreach_copy_(list(own.split(list(self._sharded.widths))), self._sharded.shards())
+        torch._foreach_copy_(list(own.split(self._sharded.widths)), self._sharded.shards())
         self._versions = self._sharded.versions()
         rows = self._rows.view(-1)
-        differences = tuple([bound.difference for bound in bound_codecs])
-        message = _exchange_message(
-            *self._sizes(bound_codecs),
-            differences,
-            tuple(sent),
+        self._exchange = message.gather(self._inter, [rows, own], bound_codecs, lambda: [rows])
+
+    def _exchange_plan(
+        self, bound_codecs: Sequence[BoundCodec], *, everything: bool = False
+    ) -> Message:
+        """Plan an exchange; ``everything``: of parameters that no optimizer moves, too."""
+        return _exchange_message(
+            tuple([bound.codec for bound in bound_codecs]),
+            self._sharded.widths,
+            self._sharded.lengths,
+            tuple([bound.difference for bound in bound_codecs]),
+            tuple([everything or param.trained for param in self._sharded.params]),
             self._node,
             self._local,
             self._front.topology.node_size,
         )
-        self._exchange = message.gather(self._inter, [rows, own], bound_codecs, lambda: [rows])
+
+    def _node_plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
+        return _node_message(
+            tuple([bound.codec for bound in bound_codecs]),
+            self._sharded.widths,
+            self._sharded.lengths,
+            self._local,
+            self._front.topology.node_size,
+        )
 
     @property
     def _inter(self) -> Communicator:
@@ -111,23 +130,6 @@ class NodeShard:
                 "by a loaded checkpoint: call ds_quant.resync(model) on all ranks after it, so "
                 "that every node has them"
             )
-
-    def _bound_codecs(self, hop: int) -> list[BoundCodec]:
-        step, dtype = self._front.step, self._sharded.dtype
-        if self._front.is_full_precision(step):
-            return [full_precision(dtype) for _ in self._sharded.params]
-        rank = self._front.hierarchy.rank
-        return [
-            param.bound_codec(param.weight_codecs(dtype, rank=rank)[hop], dtype, step)
-            for param in self._sharded.params
-        ]
-
-    def _sizes(
-        self, bound_codecs: Sequence[BoundCodec]
-    ) -> tuple[tuple[Codec, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        codecs = tuple([bound.codec for bound in bound_codecs])
-        lengths = tuple([tuple(lengths) for lengths in self._sharded.lengths])
-        return codecs, tuple(self._sharded.widths), lengths
 
 
 @lru_cache(maxsize=1024)

@@ -42,8 +42,8 @@ class ShardedModule:
     name: str
     params: Sequence[Param]
     members: Sequence[Any]
-    widths: Sequence[int]
-    lengths: Sequence[Sequence[int]]
+    widths: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     gradient_dtype: torch.dtype
 
@@ -92,8 +92,8 @@ def sharded_modules(
                     name=name,
                     params=records,
                     members=members,
-                    widths=[member.padded_sharded_param_size.numel() for member in members],
-                    lengths=[_lengths(member, ranks) for member in members],
+                    widths=tuple([member.padded_sharded_param_size.numel() for member in members]),
+                    lengths=tuple([_lengths(member, ranks) for member in members]),
                     dtype=dtype,
                     gradient_dtype=group.mp_policy.reduce_dtype or dtype,
                 )
@@ -142,7 +142,7 @@ def _param_groups(name: str, module: FSDPModule) -> Iterator[Any]:
         yield group
 
 
-def _lengths(member: Any, ranks: int) -> list[int]:
+def _lengths(member: Any, ranks: int) -> tuple[int, ...]:
     """Return the elements of every rank's shard of a parameter, without padding."""
     rows = member._orig_size[0]
     rows_of_shard = member.padded_sharded_param_size[0]
@@ -152,7 +152,7 @@ def _lengths(member: Any, ranks: int) -> list[int]:
         start = min(rank * rows_of_shard, rows)
         stop = min(start + rows_of_shard, rows)
         lengths.append((stop - start) * elements_of_row)
-    return lengths
+    return tuple(lengths)
 
 
 def _gathered_dtype(

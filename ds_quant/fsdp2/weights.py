@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.transport import Pending
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.weight_codecs import WeightCodecs
 
 if TYPE_CHECKING:
     from ds_quant.fsdp2.front import Front
@@ -45,6 +46,7 @@ class QuantizedAllGather(AllGather):
         self._front = front
         self._sharded = sharded
         self._node_shard = node_shard
+        self._weight_codecs = WeightCodecs(front, sharded, hop=0)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -76,25 +78,18 @@ class QuantizedAllGather(AllGather):
 
     def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Pending[Any]:
         hierarchy = self._front.hierarchy
-        bound_codecs = self._bound_codecs(input_tensor.dtype)
-        message = _row_message(
+        bound_codecs, message = self._weight_codecs.of_step(self._plan)
+        return message.gather(hierarchy, [input_tensor], bound_codecs, lambda: [output_tensor])
+
+    def _plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
+        hierarchy = self._front.hierarchy
+        return _row_message(
             tuple([bound.codec for bound in bound_codecs]),
-            tuple(self._sharded.widths),
-            tuple([tuple(lengths) for lengths in self._sharded.lengths]),
+            self._sharded.widths,
+            self._sharded.lengths,
             hierarchy.rank,
             hierarchy.node_size,
         )
-        return message.gather(hierarchy, [input_tensor], bound_codecs, lambda: [output_tensor])
-
-    def _bound_codecs(self, dtype: torch.dtype) -> list[BoundCodec]:
-        step = self._front.step
-        if self._front.is_full_precision(step):
-            return [full_precision(dtype) for _ in self._sharded.params]
-        rank = self._front.hierarchy.rank
-        return [
-            param.bound_codec(param.weight_codecs(dtype, rank=rank)[0], dtype, step)
-            for param in self._sharded.params
-        ]
 
 
 @lru_cache(maxsize=1024)

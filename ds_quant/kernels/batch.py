@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.wire import Format, round_up
+from ds_quant.kernels.wire import Codec, Format, round_up
 
 Places = tuple[int, ...]
 OWN_SIGNS = 2
@@ -32,13 +32,18 @@ def rounding_of(fmt: Format) -> int:
     return 3 if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
 
 
+def _whole_blocks(numel: int, block: int) -> int:
+    """Elements of the blocks of a rotation that hold `numel`; block 0: no rotation."""
+    return round_up(numel, block or 1)
+
+
 class Encode(NamedTuple):
     """Places: values, wire, vector, and base if there is one: the buffer ``base`` has what
     is subtracted. ``block``: of a rotation, 0 for none, as below; then the wire holds whole blocks.
-    ``flips``: whether its signs may flip.
+    ``flips``: True if its signs may flip.
     """
 
-    codec: Format
+    codec: Codec
     numel: int
     values: int  # a buffer, as wire and own
     wire: int
@@ -50,13 +55,13 @@ class Encode(NamedTuple):
     @property
     def on_wire(self) -> int:
         """Elements of a row."""
-        return round_up(self.numel, self.block or 1)
+        return _whole_blocks(self.numel, self.block)
 
 
 class Decode(NamedTuple):
     """Places: wire, values. ``add``: to the values that are there."""
 
-    codec: Format
+    codec: Codec
     numel: int
     wire: int
     values: int
@@ -65,14 +70,17 @@ class Decode(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Places: wire, values, own. Sources are rows ``stride`` bytes apart; ``place`` is the one
-    that the wire leaves out, its values are ``own``, fp32; None for none. A rotation is undone,
-    with OWN_SIGNS that of every source before it is added: see ``reference.decode_sum``.
-    ``beside``: the codec to which other sums are recoded, of fp32 values that are neither scaled
-    nor rotated back; no number depends on it.
+    """Places: wire, values, own. Sources are rows ``stride`` bytes apart.
+
+    place: index of this rank's own row, read from ``own`` (fp32) instead of the wire; None if all
+        rows are on the wire.
+    block, flips: of a rotation, which is undone; with OWN_SIGNS that of every source before it is
+        added, see ``reference.decode_sum``.
+    fuse_with: codec of the Recode tasks to fuse with, for fp32 values that are neither scaled nor
+        rotated back; does not affect the result.
     """
 
-    codec: Format
+    codec: Codec
     numel: int
     wire_in: int
     values: int
@@ -84,9 +92,12 @@ class Sum(NamedTuple):
     block: int = 0
     flips: int = 0
     scale: float = 1.0
-    fuse_with: Format | None = None
+    fuse_with: Codec | None = None
 
-    on_wire = Encode.on_wire
+    @property
+    def on_wire(self) -> int:
+        """Elements of a row."""
+        return _whole_blocks(self.numel, self.block)
 
 
 class Recode(NamedTuple):
@@ -94,8 +105,8 @@ class Recode(NamedTuple):
     values stay so.
     """
 
-    source: Format
-    codec: Format
+    source: Codec
+    codec: Codec
     numel: int
     wire_in: int
     wire: int
@@ -106,7 +117,10 @@ class Recode(NamedTuple):
     own: int
     block: int = 0
 
-    on_wire = Encode.on_wire
+    @property
+    def on_wire(self) -> int:
+        """Elements of a row."""
+        return _whole_blocks(self.numel, self.block)
 
 
 class Rotate(NamedTuple):
@@ -114,7 +128,7 @@ class Rotate(NamedTuple):
     values of the tensor; no number depends on it.
     """
 
-    codec: Format
+    codec: Codec
     numel: int
     values: int
     rotated: int
@@ -122,7 +136,10 @@ class Rotate(NamedTuple):
     block: int = 0
     flips: bool = False
 
-    padded = Encode.on_wire
+    @property
+    def padded(self) -> int:
+        """Elements of the rotated blocks."""
+        return _whole_blocks(self.numel, self.block)
 
 
 Operation = Encode | Decode | Sum | Recode | Rotate
@@ -140,14 +157,15 @@ class Rows(NamedTuple):
 
 def rows_of(tasks: Iterable[Task], dims: int) -> list[Rows]:
     """Merge consecutive tasks into few rows of ``dims`` dimensions, whose places increase."""
-    found = [Rows(*task) for task in tasks]
+    rows = [Rows(*task) for task in tasks]
     for _ in range(dims):
-        found = _joined(found)
-    return found
+        rows = _joined(rows)
+    return rows
 
 
 def _joined(rows: Sequence[Rows]) -> list[Rows]:
-    found, first = [], 0
+    joined = []
+    first = 0
     while first < len(rows):
         one, last = rows[first], first
         step = tuple(0 for _ in one.places)
@@ -158,9 +176,9 @@ def _joined(rows: Sequence[Rows]) -> list[Rows]:
                 break
             step, last = difference, last + 1
         shape, steps = (last - first + 1, *one.shape), (step, *one.steps)
-        found.append(Rows(one.operation, one.places, shape, steps))
+        joined.append(Rows(one.operation, one.places, shape, steps))
         first = last + 1
-    return found
+    return joined
 
 
 def _are_alike(a: Rows, b: Rows) -> bool:
@@ -178,7 +196,7 @@ class RngArrays(NamedTuple):
     flips_high: np.ndarray
     signs_key: np.ndarray
     signs_step: np.ndarray
-    tensors: Sequence[torch.Tensor] = ()
+    tensors: Sequence[torch.Tensor | None] = ()
 
 
 # What a job takes of its stream: field -> name in RngArrays.
@@ -187,33 +205,39 @@ FLIPS = {name: name for name in ("flips_low", "flips_high")}
 
 
 class Job(NamedTuple):
-    """Arguments of a kernel for one operation, or for rows of it. A run fills in what follows from
-    buffers and streams.
+    """Arguments of a kernel for one operation, or for rows of it.
 
-    numbers: fields that stay. points: addresses, each a buffer and the bytes behind its begin.
-    takes: numbers of the stream. vector: of its random bits. levels: addresses of tables, and
-    whose.
+    numbers: constant fields.
+    pointers: addresses, filled in at every run: a buffer and an offset in bytes.
+    rng_fields: fields filled in at every run, and their names in RngArrays.
+    levels: fields for addresses of tables of levels, and the codecs of the tables.
+    vector: first vector of the random bits, counted from the stream's first.
     """
 
     numbers: Mapping[str, Any]
     stream: int
     pointers: Mapping[str, tuple[int, int]]
     rng_fields: Mapping[str, str]
-    levels: Mapping[str, Format]
+    levels: Mapping[str, Codec]
     vector: int = 0
 
 
 def at(buffers: Sequence[torch.Tensor], buffer: int, start: int) -> tuple[int, int]:
-    """A place in items of a buffer, as ``Job.points`` has it."""
+    """Return a place in items of a buffer as ``Job.pointers`` has it: in bytes."""
     return buffer, start * buffers[buffer].element_size()
 
 
 def records_of(fields: np.dtype, numbers: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """A record for each of these; what they do not name is 0."""
+    """Return a record for each mapping; fields that it lacks are 0."""
     records = np.zeros(len(numbers), dtype=fields)
     for name in dict.fromkeys(name for each in numbers for name in each):
         records[name] = [each.get(name, 0) for each in numbers]
     return records
+
+
+def _address_of(table: torch.Tensor | None) -> int:
+    """Address of a table of levels; 0 for a codec without one."""
+    return 0 if table is None else table.data_ptr()
 
 
 class Arguments:
@@ -222,30 +246,32 @@ class Arguments:
     def __init__(self, fields: np.dtype, jobs: Sequence[Job], device: torch.device) -> None:
         self.records = records_of(fields, [job.numbers for job in jobs])
         self._streams = np.array([job.stream for job in jobs])
-        first, self._pointers, self._taken = jobs[0], [], []
+        self._pointers = []
+        self._rng_fields = []
+        first = jobs[0]
         for field in first.pointers:
             buffers, behind = np.array([job.pointers[field] for job in jobs], dtype=np.int64).T
             offsets = behind.astype(np.uint64)
             self._pointers.append((self.records[field], buffers.copy(), offsets))
         for field, name in first.rng_fields.items():
-            more = [job.vector if field == "first_vector" else 0 for job in jobs]
-            self._taken.append((self.records[field], name, np.array(more, dtype=np.uint64)))
+            vectors = [job.vector if field == "first_vector" else 0 for job in jobs]
+            self._rng_fields.append((self.records[field], name, np.array(vectors, dtype=np.uint64)))
         self._levels = []
         for field in first.levels:
             codecs = [job.levels[field] for job in jobs]
             with torch.inference_mode(False):
                 tables = {codec: codec.table(None, device) for codec in set(codecs)}
             if any(table is not None for table in tables.values()):
-                own = [0 if tables[c] is None else tables[c].data_ptr() for c in codecs]
-                initial = np.array(own, dtype=np.uint64)
+                addresses = [_address_of(tables[codec]) for codec in codecs]
+                initial = np.array(addresses, dtype=np.uint64)
                 self._levels.append((self.records[field], initial, tables))  # alive
 
     def fill(self, addresses: np.ndarray, streams: RngArrays) -> None:
         """addresses: of the buffers, uint64. Without learned levels a codec's own are taken."""
         for target, buffers, offsets in self._pointers:
             np.add(addresses[buffers], offsets, out=target)
-        for target, name, more in self._taken:
-            np.add(getattr(streams, name)[self._streams], more, out=target)
+        for target, name, vectors in self._rng_fields:
+            np.add(getattr(streams, name)[self._streams], vectors, out=target)
         for target, initial, _ in self._levels:
             learned = streams.levels[self._streams]
             target[:] = np.where(learned, learned, initial)

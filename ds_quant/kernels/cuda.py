@@ -22,13 +22,13 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from ds_quant.kernels.batch import Decode, Encode, RngArrays
+from ds_quant.kernels.batch import Decode, Encode, RngArrays, Task
 from ds_quant.kernels.launch import ROOM, Launch, Table
 from ds_quant.kernels.launch_batch import compile_tasks
 from ds_quant.kernels.wire import layout_of
@@ -137,7 +137,7 @@ def compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Callable:
     return cupy.RawKernel(source(kernel), kernel, options=options).kernel
 
 
-def _import_cupy():
+def _import_cupy() -> ModuleType:
     """Import CuPy with a cache directory that can be written: its import fails without one."""
     if "CUPY_CACHE_DIR" not in os.environ:
         home = os.path.expanduser("~/.cupy/kernel_cache")
@@ -156,10 +156,10 @@ def _own_folder() -> str:
     path = os.path.join(tempfile.gettempdir(), f"ds_quant_cupy_{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    info = os.lstat(path)
+    private = stat.S_ISDIR(info.st_mode) and not info.st_mode & 0o077
     # Another user's, or a link: whoever made it could put kernels there that this process runs.
-    return path if private and found.st_uid == os.getuid() else tempfile.mkdtemp(prefix="ds_quant_")
+    return path if private and info.st_uid == os.getuid() else tempfile.mkdtemp(prefix="ds_quant_")
 
 
 @cache
@@ -231,9 +231,9 @@ def _report(device: torch.device, error: Exception) -> None:
 
 
 def _check_capability(device: torch.device) -> None:
-    found = torch.cuda.get_device_capability(device)
-    if found < LEAST_CAPABILITY:
-        needed, here = (f"sm_{major}{minor}" for major, minor in (LEAST_CAPABILITY, found))
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        needed, here = (f"sm_{major}{minor}" for major, minor in (LEAST_CAPABILITY, capability))
         raise OldDevice(f"the kernels need {needed} (A100) or newer, this GPU is {here}")
 
 
@@ -247,7 +247,8 @@ def _check_versions() -> None:
 class _ProbeFormat(NamedTuple):
     """A codec whose codes are the integers -127 to 127 when the largest value is 127."""
 
-    kind: str = "groups"
+    kind: Literal["groups"] = "groups"
+    name: str = "probe"
     bits: int = 8
     group_size: int = 32
     rounding: str = "nearest"
@@ -255,7 +256,11 @@ class _ProbeFormat(NamedTuple):
     has_offset: bool = False
     is_gaussian: bool = False
 
-    def table(self, levels: None, device: torch.device) -> None:
+    def wire_bytes(self, numel: int) -> int:
+        """Exact bytes of one row of `numel` elements."""
+        return layout_of(self, numel).nbytes
+
+    def table(self, levels: torch.Tensor | None, device: torch.device) -> None:
         """No levels."""
 
 
@@ -263,12 +268,18 @@ def _probe(runner: Runner) -> None:
     """Encode and decode a few numbers that lie on the grid, by tables of two equal jobs."""
     fmt = _ProbeFormat()
     x = torch.tensor([127.0, -127.0, 0.0, 1.0, -64.0], device=runner.device)
-    wire = torch.empty(layout_of(fmt, 5).nbytes, dtype=torch.uint8, device=runner.device)
+    wire = torch.empty(fmt.wire_bytes(5), dtype=torch.uint8, device=runner.device)
     out = torch.zeros_like(x)
-    buffers, streams = [x, wire, out], RngArrays(*[np.zeros(2, dtype=np.uint64)] * 8)
+    buffers = [x, wire, out]
+    zeros = np.zeros(2, dtype=np.uint64)
+    streams = RngArrays(zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     addresses = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.uint64)
-    for task in ((Encode(fmt, 5, 0, 1, 0), (0, 0, 0)), (Decode(fmt, 5, 1, 2, 0), (0, 0))):
-        alike = [task, (task[0]._replace(stream=1), task[1])]
+    tasks: list[Task] = [
+        (Encode(fmt, 5, values=0, wire=1, stream=0), (0, 0, 0)),
+        (Decode(fmt, 5, wire=1, values=2, stream=0), (0, 0)),
+    ]
+    for operation, places in tasks:
+        alike = [(operation, places), (operation._replace(stream=1), places)]
         compile_tasks(alike, buffers, runner.run_tables)(addresses, streams)
     if not torch.equal(x, out):
         raise RuntimeError("a kernel returned wrong numbers")

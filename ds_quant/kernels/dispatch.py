@@ -2,9 +2,9 @@
 
 See [Note: operations] of batch.py.
 
-C++ and CUDA take all tasks of a kind in one call. Codecs of the user's own, and what no kernel
-covers, go one by one through the torch reference, which also serves machines where CuPy or the
-library does not work; that is reported once. Same bytes everywhere.
+C++ and CUDA take all tasks of a kind in one call. Tasks with a codec of the user, and others that
+no kernel covers, run one by one in torch. So do all tasks on machines where CuPy or the library
+does not work; that is reported once. Same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,21 +22,17 @@ from torch import Tensor
 
 from ds_quant.kernels import cuda, launch_batch, lossless, native, reference
 from ds_quant.kernels.batch import (
-    OWN_SIGNS,
-    Decode,
     Encode,
     Operation,
-    Places,
     Recode,
     RngArrays,
-    Rotate,
     Runnable,
-    Sum,
     Task,
 )
 from ds_quant.kernels.launch import MAX_GROUP
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.reference import Rotation
+from ds_quant.kernels.torch_tasks import TorchTask
 from ds_quant.kernels.wire import ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -45,7 +41,7 @@ BACKENDS = ("auto", "torch")  # by the device of the tensors, or always the refe
 Buffers = Sequence[Tensor]
 
 _WORD = (1 << 64) - 1
-_NO_ADDRESS = (0, 0, 0)
+_NO_ADDRESS = Address(key=0, step=0)
 _VARIANTS = 64  # kept: dtypes and alignments of a run's buffers hardly ever change
 
 
@@ -77,30 +73,39 @@ def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
 def compile_tasks(
     tasks: Sequence[Task], buffers: Sequence[torch.Tensor], backend: str
 ) -> tuple[list[Runnable], list[Task]]:
-    """Compile tasks for such buffers: one call of a kernel for all tasks of a kind that it covers,
-    or of any kind on CUDA, and the tasks that are left.
-    """
-    device, kernels, how = buffers[0].device, None, ()
+    """Return kernel calls (C++: one per task type, CUDA: one) and the tasks no kernel supports."""
+    device = buffers[0].device
     runner = cuda_runner(device, backend)
+    covers: Callable[[Operation, Buffers], bool] | None = None
     if runner is not None:
-        kernels, how = launch_batch, (runner.run_tables,)
+        covers = launch_batch.covers
     elif on_host(device, backend) is native:
-        kernels = native
+        covers = native.covers
     kinds: dict[Hashable, list[Task]] = {}
     left = []
     for task in tasks:
         operation = task[0]
-        codecs = (getattr(operation, name, None) for name in ("codec", "source"))
-        own = any(codec is not None and codec.kind == "module" for codec in codecs)
-        if kernels is None or own or not kernels.covers(operation, buffers):
-            size = getattr(getattr(operation, "codec", None), "group_size", 0)
-            if runner is not None and size > MAX_GROUP:
-                _report_large_groups(size)
+        if covers is None or _has_user_codec(operation) or not covers(operation, buffers):
+            codec = operation.codec
+            if runner is not None and codec.kind == "groups" and codec.group_size > MAX_GROUP:
+                _report_large_groups(codec.group_size)
             left.append(task)
+        elif runner is not None:
+            kinds.setdefault("any", []).append(task)
         else:
-            kind = type(operation), getattr(operation, "base", None) is None
-            kinds.setdefault(kind if runner is None else "any", []).append(task)
-    return [kernels.compile_tasks(alike, buffers, *how) for alike in kinds.values()], left
+            has_base = isinstance(operation, Encode) and operation.base is not None
+            kinds.setdefault((type(operation), has_base), []).append(task)
+    if runner is not None:
+        run_tables = runner.run_tables
+        return [launch_batch.compile_tasks(k, buffers, run_tables) for k in kinds.values()], left
+    return [native.compile_tasks(alike, buffers) for alike in kinds.values()], left
+
+
+def _has_user_codec(operation: Operation) -> bool:
+    """Return True if a codec of the operation is written in Python by the user."""
+    if isinstance(operation, Recode) and operation.source.kind == "module":
+        return True
+    return operation.codec.kind == "module"
 
 
 @cache
@@ -119,26 +124,38 @@ def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
     return cuda.runner_of(device)
 
 
-# ---- what a step brings ----
+# ---- inputs of a step ----
 
 
 class RngSource(Protocol):
-    """The part of a coding that the kernels read."""
+    """The part of a BoundCodec that runs read."""
 
-    address: Address | None
-    levels: Tensor | None  # (2^bits,) fp32, learned
+    @property
+    def address(self) -> Address | None: ...
+
+    @property
+    def levels(self) -> Tensor | None: ...  # (2^bits,) fp32, learned
+
+    @property
+    def difference(self) -> bool: ...
+
+    @property
+    def error(self) -> Callable[..., Tensor]: ...  # of a message, for a Note
+
+    def _replace(self, *, difference: bool) -> RngSource: ...
 
 
 class RngState:
-    """Random bits and levels of every stream in one step, and rotations; None for none."""
+    """Random bits, levels and rotation of every stream in one step; rotation None: not rotated."""
 
     def __init__(
         self, bound_codecs: Sequence[RngSource], rotations: Sequence[Rotation | None]
     ) -> None:
-        self.bound_codecs, self.rotations = bound_codecs, rotations
+        self.bound_codecs = bound_codecs
+        self.rotations = rotations
 
     def address(self, stream: int, vector: int) -> Address | None:
-        """Where random bits of a piece begin that has ``vector`` in its stream."""
+        """Address of the random bits of a piece that begins at ``vector`` of its stream."""
         address = self.bound_codecs[stream].address
         if address is None:
             return None
@@ -147,19 +164,45 @@ class RngState:
     @cached_property
     def arrays(self) -> RngArrays:
         """The streams as the kernels take them."""
-        rows, levels = [], []
+        rows = []
+        tables = []
         for bound_codec, rotation in zip(self.bound_codecs, self.rotations, strict=True):
-            address, table = bound_codec.address or _NO_ADDRESS, bound_codec.levels
-            pointer, flips, signs = 0 if table is None else table.data_ptr(), 0, _NO_ADDRESS
+            address = bound_codec.address or _NO_ADDRESS
+            table = bound_codec.levels
+            flips = 0
+            signs = _NO_ADDRESS
             if rotation is not None and rotation.signs is not None:
-                flips, signs = rotation.flips, rotation.signs
-            rows.append((*address[:3], pointer, flips & _WORD, flips >> 64, *signs[:2]))
-            levels.append(table)
+                flips = rotation.flips or 0
+                signs = rotation.signs
+            rows.append(
+                (
+                    address.key,
+                    address.step,
+                    address.first_vector,
+                    0 if table is None else table.data_ptr(),
+                    flips & _WORD,
+                    flips >> 64,
+                    signs.key,
+                    signs.step,
+                )
+            )
+            tables.append(table)
         columns = np.array(rows, dtype=np.uint64).reshape(-1, 8).T
-        return RngArrays(*columns, tensors=levels)
+        key, step, first_vector, levels, flips_low, flips_high, signs_key, signs_step = columns
+        return RngArrays(
+            key=key,
+            step=step,
+            first_vector=first_vector,
+            levels=levels,
+            flips_low=flips_low,
+            flips_high=flips_high,
+            signs_key=signs_key,
+            signs_step=signs_step,
+            tensors=tables,
+        )
 
 
-Note = Callable[..., None]  # told what is encoded: see ``comm.traffic.Tally.add``
+Note = Callable[..., None]  # called with every encoded message: ``comm.traffic.Tally.add``
 
 # ---- a program ----
 
@@ -173,7 +216,7 @@ class Operations:
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = tuple(tasks)
-        # Calls of kernels and what is left, by back end and variant of the buffers.
+        # Kernel calls and tasks for torch, by back end and variant of the buffers.
         self._compiled: dict[Hashable, tuple[list[Runnable], list[Task]]] = {}
         self._turn = threading.Lock()
 
@@ -203,28 +246,38 @@ class Operations:
                 for run in kernels:
                     run(addresses, streams.arrays)
             for operation, places in left:
-                _Piece(operation, places, buffers, streams).run()
+                TorchTask(operation, places, buffers, streams).run()
         if note is not None:
             for task in self.tasks:
                 _note(task, buffers, streams, note, backend)
 
 
 def _note(task: Task, buffers: Buffers, streams: RngState, note: Note, backend: str) -> None:
-    piece = _Piece(*task, buffers, streams)
-    if isinstance(piece.op, Encode | Recode):
-        bound_codec = streams.bound_codecs[piece.op.stream]
-        how: dict[str, Any] = {"numel": piece.op.numel, "rotation": piece.rotation}
-        how["backend"] = backend
-        if isinstance(piece.op, Recode):
-            values: Any = piece.restored  # made only when it is read
-        else:
-            values = piece.at("values", 0)
-            if piece.op.base is not None:
-                how["reference"] = piece.at("base", 3)
-                bound_codec = bound_codec._replace(difference=True)
-            elif getattr(bound_codec, "difference", False):
-                bound_codec = bound_codec._replace(difference=False)
-        note(bound_codec.error, values, piece.written, **how)
+    operation, places = task
+    if not isinstance(operation, Encode | Recode):
+        return
+    piece = TorchTask(operation, places, buffers, streams)
+    bound_codec = streams.bound_codecs[operation.stream]
+    reference_values = None
+    values: Tensor | Callable[[], Tensor]
+    if isinstance(operation, Recode):
+        values = partial(piece.restored, operation)  # made only when it is read
+    else:
+        values = piece.elements(operation.values, places[0])
+        if operation.base is not None:
+            reference_values = piece.elements(operation.base, places[3])
+        is_difference = operation.base is not None
+        if bound_codec.difference != is_difference:
+            bound_codec = bound_codec._replace(difference=is_difference)
+    note(
+        bound_codec.error,
+        values,
+        piece.message(operation),
+        numel=operation.numel,
+        rotation=piece.rotation,
+        backend=backend,
+        reference=reference_values,
+    )
 
 
 # ---- lossless differences ----
@@ -266,148 +319,11 @@ def decode_lossless(
     ``lossless.problem_of``; their rows then hold nothing of use. CuPy kernels do not
     wait for the device.
     """
-    device, rows = wire.device, (wire, starts, lengths, reference, out, status)
+    device = wire.device
+    rows = (wire, starts, lengths, reference, out, status)
     if (runner := cuda_runner(device, backend)) is not None:
         launch_batch.decode_lossless(*rows, run_tables=runner.run_tables)
     elif on_host(device, backend) is native:
         native.decode_lossless(*rows)
     else:
         lossless.decode_rows(*rows)
-
-
-# ---- one task in torch ----
-
-
-class _Piece(NamedTuple):
-    """A task and what it works on."""
-
-    op: Operation
-    places: Places
-    buffers: Buffers
-    streams: RngState
-
-    def run(self) -> None:
-        """Carry it out by the torch reference or the user's module."""
-        op, levels = self.op, self.streams.bound_codecs[self.op.stream].levels
-        if op.numel == 0:
-            return
-        if isinstance(op, Encode):
-            values = self.at("values", 0).detach()[None]
-            base = None if op.base is None else self.at("base", 3).detach()[None]
-            self._encode(values, self.places[2], base, self.rotation)
-        elif isinstance(op, Decode):
-            wire = _rows(self.buffers[op.wire], self.places[0], op.codec.wire_bytes(op.numel))
-            out = self.at("values", 1).detach()
-            _decode(op.codec, wire, out[None], levels, op.add)
-        elif isinstance(op, Sum):
-            self._add_up(op.codec, self.at("values", 1), op.scale, self.rotation)
-        elif isinstance(op, Recode):
-            total = self._empty(op.on_wire)
-            self._add_up(op.source, total, 1.0, None)
-            self._encode(total[None], self.places[3], None, None)
-        elif isinstance(op, Rotate):
-            rotated = _view(self.buffers[op.rotated], self.places[1], op.padded)
-            values = self.at("values", 0).detach()
-            if self.rotation is None:
-                rotated.copy_(values)
-            else:
-                reference.rotate(values, rotated, self.rotation)
-
-    @property
-    def rotation(self) -> Rotation | None:
-        return self.streams.rotations[self.op.stream] if self.op.block else None
-
-    @property
-    def written(self) -> Tensor:
-        """The bytes that are encoded, (1, bytes)."""
-        nbytes = self.op.codec.wire_bytes(self.op.on_wire)
-        return _rows(self.buffers[self.op.wire], self.places[1], nbytes)
-
-    def at(self, name: str, place: int) -> Tensor:
-        """The operation's elements in the buffer that it has as ``name``."""
-        return _view(self.buffers[getattr(self.op, name)], self.places[place], self.op.numel)
-
-    def restored(self) -> Tensor:
-        """What is recoded, rotated back."""
-        total = self._empty(self.op.numel)
-        self._add_up(self.op.source, total, 1.0, self.rotation)
-        return total
-
-    def _empty(self, numel: int) -> Tensor:
-        """Of fp32; zero.Init would give torch.empty the dtype of the parameters."""
-        device = self.buffers[self.op.wire_in].device
-        return torch.empty(4 * numel, dtype=torch.uint8, device=device).view(torch.float32)
-
-    def _encode(
-        self, x: Tensor, vector: int, base: Tensor | None, rotation: Rotation | None
-    ) -> None:
-        codec, wire = self.op.codec, self.written
-        address = self.streams.address(self.op.stream, vector)
-        if codec.kind == "groups":
-            table = codec.table(self.streams.bound_codecs[self.op.stream].levels, x.device)
-            how = {"address": address, "levels": table, "base": base, "rotation": rotation}
-            reference.encode(x, wire, codec, **how)
-            return
-        x = x if base is None else x.float() - base.float()
-        if rotation is not None:
-            turned = x.new_empty(self.op.on_wire, dtype=torch.float32)
-            reference.rotate(x[0], turned, rotation)
-            x = turned[None]
-        if codec.kind == "module":
-            codec.write(x, wire, address)
-            return
-        nbytes = x.shape[1] * codec.dtype.itemsize
-        wire[:, nbytes:].zero_()
-        wire[:, :nbytes].copy_(x.to(codec.dtype).contiguous().view(torch.uint8))
-
-    def _add_up(self, codec: Any, out: Tensor, scale: float, rotation: Rotation | None) -> None:
-        op, levels = self.op, self.streams.bound_codecs[self.op.stream].levels
-        wire = _rows(
-            self.buffers[op.wire_in], self.places[0], codec.wire_bytes(op.on_wire), op.sources,
-            op.stride,
-        )  # fmt: skip
-        own = None
-        if op.place is not None:
-            own = op.place, _view(self.buffers[op.own], self.places[2], op.on_wire)
-        out = out.detach()
-        if codec.kind == "groups":
-            how = {"own": own, "levels": codec.table(levels, wire.device), "rotation": rotation}
-            how["own_signs"] = getattr(op, "flips", 0) == OWN_SIGNS
-            reference.decode_sum(wire, out, codec, scale=scale, **how)
-            return
-        rows = [_decoded(codec, row[None], op.on_wire)[0] for row in wire]
-        if own is not None:
-            rows.insert(*own)
-        total = rows[0].float().clone()
-        for row in rows[1:]:
-            total += row
-        if rotation is not None:
-            reference.unrotate_(total, rotation, scale=scale)
-        elif scale != 1.0:
-            total *= scale
-        out.copy_(total[: len(out)])
-
-
-def _decode(codec: Any, wire: Tensor, out: Tensor, levels: Tensor | None, add: bool) -> None:
-    if codec.kind == "groups":
-        reference.decode(wire, out, codec, levels=codec.table(levels, wire.device), add=add)
-        return
-    values = _decoded(codec, wire, out.shape[1])
-    out.copy_(values + out if add else values)
-
-
-def _decoded(codec: Any, wire: Tensor, numel: int) -> Tensor:
-    """Rows (rows, numel) of numbers that are no codes of groups."""
-    if codec.kind == "module":
-        return codec.read(wire, numel)
-    used = wire[:, : numel * codec.dtype.itemsize]
-    return used.clone(memory_format=torch.contiguous_format).view(codec.dtype)
-
-
-def _view(buffer: Tensor, start: int, numel: int) -> Tensor:
-    return buffer.as_strided((numel,), (1,), buffer.storage_offset() + start)
-
-
-def _rows(buffer: Tensor, start: int, nbytes: int, rows: int = 1, stride: int = 0) -> Tensor:
-    step = stride if rows > 1 else nbytes  # 0 if all are the same row
-    return buffer.as_strided((rows, nbytes), (step, 1), buffer.storage_offset() + start)

@@ -73,7 +73,7 @@ NO_SOURCE = (1 << 64) - 1  # `own` when no source is given as values
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel, whoever carries it out."""
+    """Arguments of one launch of a kernel."""
 
     kernel: str
     macros: tuple[tuple[str, int], ...]  # sorted by name; the defaults of the sources left out
@@ -120,12 +120,12 @@ class Table(NamedTuple):
         parts = [jobs[at : at + most] for at in range(0, len(jobs), most)]
         begins = [int(part["first_block"][0]) for part in parts]
         macros = tuple(sorted((*self.macros, ("DSQ_TABLE", room))))
-        found = []
+        launches = []
         for part, begin, end in zip(parts, begins, [*begins[1:], self.blocks], strict=True):
             size = most * jobs.itemsize  # filled up with zeros
             table = struct.pack(f"<2Q{size}s", len(part), begin, part.tobytes())
-            found.append(Launch(self.kernel, macros, (end - begin, 1), self.threads, table))
-        return found
+            launches.append(Launch(self.kernel, macros, (end - begin, 1), self.threads, table))
+        return launches
 
 
 def table_of(plans: Sequence[Plan], rows: Sequence[int], jobs: np.ndarray) -> Table:
@@ -202,7 +202,7 @@ def tiling(group_size: int, run: int) -> Tiling:
 
 
 class Stores(NamedTuple):
-    """How a thread of decode and decode_sum writes what it has computed."""
+    """How a thread of decode and decode_sum writes its results."""
 
     run: int  # vectors in a row, 1, 2, 4 or 8; a run lies in one group
     staged: bool = False  # through shared memory, a warp at a time; False: each thread its own run
@@ -261,9 +261,10 @@ def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
     }
 
 
-# Block of the rotation, 0 for none, and what signs flip: none, those of the stream, or of a sum
-# those of every source.
-NOT_TURNED, _TURN = (0, 0), ("DSQ_ROTATION", "DSQ_FLIPS")
+# A rotation as a pair: its block, 0 for none, and the sign flips: 0 none, 1 those of the stream,
+# 2 (sums only) those of every source.
+NOT_TURNED = (0, 0)
+_ROTATION_MACROS = ("DSQ_ROTATION", "DSQ_FLIPS")
 
 
 def _sorted(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -282,7 +283,7 @@ _PLANS = 4096  # a training run repeats a few dozen
 
 
 def supports(fmt: Format, block: int = 0) -> bool:
-    """Whether the kernels cover a codec; the torch reference covers all."""
+    """Return True if the kernels cover a codec; the torch reference covers all."""
     return fmt.group_size <= MAX_GROUP and fmt.group_size % (block or 1) == 0
 
 
@@ -301,13 +302,14 @@ def encode_plan(
     numel: int,
     dtype: torch.dtype,
     base_dtype: torch.dtype | None,
-    turn: tuple[int, int],
+    rotation: tuple[int, int],
     is_easy: bool,
 ) -> Plan:
     """Plan launches on rows of ``numel`` elements; is_easy: aligned ones."""
-    layout = layout_of(fmt, round_up(numel, turn[0] or 1))
-    tiles = tiling(fmt.group_size, ROTATION_RUN if turn[0] or fmt.is_gaussian else 1)
-    macros = encode_macros(fmt, tiles) | dict(zip(_TURN, turn, strict=True))
+    block = rotation[0]
+    layout = layout_of(fmt, round_up(numel, block or 1))
+    tiles = tiling(fmt.group_size, ROTATION_RUN if block or fmt.is_gaussian else 1)
+    macros = encode_macros(fmt, tiles) | dict(zip(_ROTATION_MACROS, rotation, strict=True))
     macros |= {
         "DSQ_VALUES": DTYPES[dtype],
         "DSQ_BASE": -1 if base_dtype is None else DTYPES[base_dtype],
@@ -326,17 +328,19 @@ def sum_plan(
     dtype: torch.dtype,
     scale: float,
     has_own: bool,
-    turn: tuple[int, int],
+    rotation: tuple[int, int],
     add: bool,
     is_easy: bool,
 ) -> Plan:
     """Plan launches that add up rows, or decode single ones, as ``encode_plan`` does."""
-    (block, flips), layout = turn, layout_of(fmt, round_up(numel, turn[0] or 1))
+    block, flips = rotation
+    layout = layout_of(fmt, round_up(numel, block or 1))
     stores = stores_of(fmt.bits, fmt.group_size, sources)
     vectors = ROTATION_RUN if block else stores.run
     threads = sum_threads(vectors)
     unrolled = 0 if flips == OWN_SIGNS else sources  # that is much code for each source
-    macros = source_macros(fmt, unrolled, has_own) | dict(zip(_TURN, turn, strict=True))
+    macros = source_macros(fmt, unrolled, has_own)
+    macros |= dict(zip(_ROTATION_MACROS, rotation, strict=True))
     macros |= {
         "DSQ_RUN": vectors,
         "DSQ_THREADS": threads,
@@ -379,8 +383,15 @@ def cast_plan(
 ) -> Plan:
     """Plan launches that cast rows to ``dtype``, filled up with zeros, or add them up."""
     is_copy = source == dtype and sources == 1 and not has_own and scale == 1.0
-    fields = {"numel": numel, "padded": padded, "sources": sources, "factor": float_bits(scale)}
-    fields |= {"source_type": DTYPES[source], "values_type": DTYPES[dtype]}
-    fields |= {"is_copy": int(is_copy), "own": NO_SOURCE}
+    fields = {
+        "numel": numel,
+        "padded": padded,
+        "sources": sources,
+        "factor": float_bits(scale),
+        "source_type": DTYPES[source],
+        "values_type": DTYPES[dtype],
+        "is_copy": int(is_copy),
+        "own": NO_SOURCE,
+    }
     blocks = ceil_div(padded, VECTOR_NUMEL * THREADS)
     return Plan("cast", (("DSQ_THREADS", THREADS),), blocks, THREADS, fields)

@@ -5,8 +5,9 @@ The arguments of a launch are a table of jobs; a run fills in its part of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ds_quant.kernels.batch import (
     Encode,
     Job,
     Operation,
+    Places,
     Recode,
     RngArrays,
     Rotate,
@@ -32,52 +34,89 @@ from ds_quant.kernels.batch import (
 )
 from ds_quant.kernels.launch import NO_SOURCE, Table
 from ds_quant.kernels.lossless import HEADER, PROBLEMS, blocks_of
-from ds_quant.kernels.wire import ALIGNMENT, Cast, Format, layout_of
-
-_FP32_BYTES = 4
+from ds_quant.kernels.wire import (
+    ALIGNMENT,
+    FP32_BYTES,
+    cast_of,
+    groups_of,
+    layout_of,
+    without_user_codec,
+)
 
 Buffers = Sequence[torch.Tensor]
 RunTables = Callable[[Sequence[Table]], None]
 
 
-_Work = tuple[launch.Plan, int, Job]  # and its rows
+class _Work(NamedTuple):
+    """Rows of an operation as one job."""
+
+    plan: launch.Plan
+    rows: int
+    job: Job
 
 
 def covers(operation: Operation, buffers: Buffers) -> bool:
-    """Whether the kernels take its codecs, and messages begin where they may."""
-    codecs = [getattr(operation, name, None) for name in ("codec", "source")]
-    wires = [getattr(operation, name, None) for name in ("wire", "wire_in", "rotated")]
-    dtypes = [getattr(operation, name, None) for name in ("values", "base")]
-    return (
-        _takes([codec for codec in codecs if codec is not None], operation)
-        and all(w is None or buffers[w].data_ptr() % ALIGNMENT == 0 for w in wires)
-        and all(v is None or buffers[v].dtype in launch.DTYPES for v in dtypes)
-    )
+    """Return True if kernels take its codecs and dtypes, and its messages are aligned."""
+    if not _takes_codecs(operation):
+        return False
+    if not all(buffers[wire].data_ptr() % ALIGNMENT == 0 for wire in _wires(operation)):
+        return False
+    if isinstance(operation, Recode):
+        return True
+    if isinstance(operation, Encode) and operation.base is not None:
+        if buffers[operation.base].dtype not in launch.DTYPES:
+            return False
+    return buffers[operation.values].dtype in launch.DTYPES
 
 
-def _takes(codecs: Sequence[Format | Cast], operation: Operation) -> bool:
-    """Whether there is a kernel for these codecs; casts are done alone."""
-    if any(codec.kind == "cast" for codec in codecs):
-        others = [getattr(operation, name, 0) or 0 for name in ("block", "add")]
-        base = getattr(operation, "base", None) is not None
-        return all(codec.kind == "cast" for codec in codecs) and not (any(others) or base)
-    return all(launch.supports(codec, _turn(operation)[0]) for codec in codecs)
+def _wires(operation: Operation) -> tuple[int, ...]:
+    """Buffers that kernels access in whole vectors."""
+    if isinstance(operation, Recode):
+        return operation.wire, operation.wire_in
+    if isinstance(operation, Sum):
+        return (operation.wire_in,)
+    if isinstance(operation, Rotate):
+        return (operation.rotated,)
+    return (operation.wire,)
+
+
+def _takes_codecs(operation: Operation) -> bool:
+    """Return True if there is a kernel for the codecs; casts do nothing else."""
+    codecs = [without_user_codec(operation.codec)]
+    if isinstance(operation, Recode):
+        codecs.append(without_user_codec(operation.source))
+    formats = [codec for codec in codecs if codec.kind == "groups"]
+    if len(formats) == len(codecs):
+        block = _rotation(operation)[0]
+        return all(launch.supports(fmt, block) for fmt in formats)
+    return not formats and _only_casts(operation)
+
+
+def _only_casts(operation: Operation) -> bool:
+    """Return True if numbers are neither rotated nor added to others."""
+    if isinstance(operation, Decode):
+        return not operation.add
+    if isinstance(operation, Encode) and operation.base is not None:
+        return False
+    return not operation.block
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables) -> Runnable:
     """Compile tasks for buffers of the same dtypes and alignment."""
     rows = rows_of((task for task in tasks if isinstance(task[0], Encode | Decode)), 1)
     rows += [Rows(*task) for task in tasks if not isinstance(task[0], Encode | Decode)]
-    alike: dict[tuple, list[_Work]] = {}
+    alike: dict[Hashable, list[_Work]] = {}
     for row in rows:
-        work = (_cast if _is_cast(row.operation) else _works[type(row.operation)])(row, buffers)
-        rest = [macro for macro in work[0].macros if macro[0] != "DSQ_WHOLE"]
-        alike.setdefault((work[0].kernel, *rest), []).append(work)
+        work = _work_of(row, buffers)
+        macros = tuple(macro for macro in work.plan.macros if macro[0] != "DSQ_WHOLE")
+        alike.setdefault((work.plan.kernel, macros), []).append(work)
     tables, filled = [], []
-    for (kernel, *_), works in alike.items():
-        plans, counts, jobs = zip(*works, strict=True)
-        filled.append(Arguments(launch.fields_of(kernel), jobs, buffers[0].device))
-        tables.append(launch.table_of(plans, counts, filled[-1].records))
+    for works in alike.values():
+        fields = launch.fields_of(works[0].plan.kernel)
+        arguments = Arguments(fields, [work.job for work in works], buffers[0].device)
+        filled.append(arguments)
+        plans = [work.plan for work in works]
+        tables.append(launch.table_of(plans, [work.rows for work in works], arguments.records))
 
     def run(addresses: np.ndarray, streams: RngArrays) -> None:
         for arguments in filled:
@@ -87,115 +126,198 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables
     return run
 
 
-def _turn(operation: Operation) -> tuple[int, int]:
-    """What an operation rotates; values that are recoded stay as they are."""
+def _work_of(rows: Rows, buffers: Buffers) -> _Work:
+    op = rows.operation
+    if not op.block if isinstance(op, Rotate) else op.codec.kind == "cast":
+        return _cast(rows, buffers)
+    if isinstance(op, Encode):
+        return _encode(op, rows, buffers)
+    if isinstance(op, Decode):
+        return _decode(op, rows, buffers)
+    if isinstance(op, Sum):
+        return _sum(op, rows.places, buffers)
+    if isinstance(op, Recode):
+        return _recode(op, rows.places, buffers)
+    return _rotate(op, rows.places, buffers)
+
+
+def _rotation(operation: Operation) -> tuple[int, int]:
+    """Block and flips of the rotation; values that are recoded stay as they are."""
     if isinstance(operation, Decode | Recode) or not operation.block:
         return launch.NOT_TURNED
     return operation.block, int(operation.flips)
 
 
-_NOTHING: Mapping[str, int] = {}
+_NO_FIELDS: Mapping[str, int] = {}
 _STAYS = {"wire.end": 0}  # of rows that stay fp32
 # By DSQ_FLIPS.
-_FLIPS = ({}, FLIPS, {"flips_low": "signs_key", "flips_high": "signs_step"})
+_FLIPS: tuple[Mapping[str, str], ...] = (
+    {},
+    FLIPS,
+    {"flips_low": "signs_key", "flips_high": "signs_step"},
+)
 
 
-def _encode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) -> _Work:
-    op, places, (count,), ((values, wire, vectors, *strides),) = rows
-    into, dtype = at(buffers, op.values, places[0]), buffers[op.values].dtype
-    is_easy = _is_easy(buffers, into, count, values * dtype.itemsize)
-    pointers = {"values": into, "wire.bytes": (op.wire, places[1])}
-    fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire}
-    base = None
+def _encode(
+    op: Encode, rows: Rows, buffers: Buffers, extra_fields: Mapping[str, int] = _NO_FIELDS
+) -> _Work:
+    _, places, (count,), ((values, wire, vectors, *strides),) = rows
+    dtype = buffers[op.values].dtype
+    values_at = at(buffers, op.values, places[0])
+    values_stride = values * dtype.itemsize
+    is_easy = _is_easy(buffers, values_at, count, values_stride)
+    pointers = {"values": values_at, "wire.bytes": (op.wire, places[1])}
+    fields = {"values_stride": values_stride, "wire.stride": wire}
+    base_dtype = None
     if op.base is not None:
-        base, pointers["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
-        fields["base_stride"] = strides[0] * base.itemsize
-        is_easy = is_easy and _is_easy(buffers, pointers["base"], count, fields["base_stride"])
-    turn = _turn(op)
-    plan = launch.encode_plan(op.codec, op.numel, dtype, base, turn, is_easy)
-    numbers = {**plan.fields, **fields, "row_vectors": vectors, **more}
-    rng_fields, levels = RANDOM | _FLIPS[turn[1]], {"levels": op.codec}
-    return plan, count, Job(numbers, op.stream, pointers, rng_fields, levels, places[2])
+        base_dtype = buffers[op.base].dtype
+        base_at = at(buffers, op.base, places[3])
+        base_stride = strides[0] * base_dtype.itemsize
+        is_easy = is_easy and _is_easy(buffers, base_at, count, base_stride)
+        pointers["base"] = base_at
+        fields["base_stride"] = base_stride
+    rotation = _rotation(op)
+    codec = groups_of(op.codec)
+    plan = launch.encode_plan(codec, op.numel, dtype, base_dtype, rotation, is_easy)
+    numbers = {**plan.fields, **fields, "row_vectors": vectors, **extra_fields}
+    rng_fields = {**RANDOM, **_FLIPS[rotation[1]]}
+    job = Job(numbers, op.stream, pointers, rng_fields, {"levels": codec}, places[2])
+    return _Work(plan, count, job)
 
 
-def _decode(rows: Rows, buffers: Buffers) -> _Work:
-    op, places, (count,), ((wire, values),) = rows
-    into, dtype = at(buffers, op.values, places[1]), buffers[op.values].dtype
-    is_easy = _is_easy(buffers, into, count, values * dtype.itemsize)
-    shape = (op.numel, 1, dtype)
-    plan = launch.sum_plan(op.codec, *shape, 1.0, False, launch.NOT_TURNED, op.add, is_easy)
-    fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire, "source_stride": wire}
-    pointers = {"wire.bytes": (op.wire, places[0]), "values": into}
-    return plan, count, Job(plan.fields | fields, op.stream, pointers, {}, {"levels": op.codec})
+def _decode(op: Decode, rows: Rows, buffers: Buffers) -> _Work:
+    _, places, (count,), ((wire, values),) = rows
+    dtype = buffers[op.values].dtype
+    values_at = at(buffers, op.values, places[1])
+    values_stride = values * dtype.itemsize
+    codec = groups_of(op.codec)
+    plan = launch.sum_plan(
+        codec,
+        op.numel,
+        1,
+        dtype,
+        1.0,
+        False,
+        launch.NOT_TURNED,
+        op.add,
+        _is_easy(buffers, values_at, count, values_stride),
+    )
+    fields = {"values_stride": values_stride, "wire.stride": wire, "source_stride": wire}
+    pointers = {"wire.bytes": (op.wire, places[0]), "values": values_at}
+    job = Job({**plan.fields, **fields}, op.stream, pointers, {}, {"levels": codec})
+    return _Work(plan, count, job)
 
 
-def _sum(rows: Rows, buffers: Buffers) -> _Work:
-    op, places, *_ = rows
-    into, sources = at(buffers, op.values, places[1]), op.sources + (op.place is not None)
-    is_easy, fuse_with = _is_easy(buffers, into, 1, 0), op.fuse_with
+def _sum(op: Sum, places: Places, buffers: Buffers) -> _Work:
+    values_at = at(buffers, op.values, places[1])
+    is_easy = _is_easy(buffers, values_at, 1, 0)
+    fuse_with = op.fuse_with
     if is_easy and fuse_with and fuse_with.kind == "groups" and launch.supports(fuse_with):
-        how = op.sources, op.stride, op.place, op.own
-        recoded = Recode(op.codec, fuse_with, op.numel, op.wire_in, op.values, op.stream, *how)
-        return _recode(Rows(recoded, (places[0], into[1], places[2], 0)), buffers, _STAYS)
-    shape, turn = (op.numel, sources, buffers[op.values].dtype), _turn(op)
-    has_own = op.place is not None
-    plan = launch.sum_plan(op.codec, *shape, op.scale, has_own, turn, False, is_easy)
+        recoded = Recode(
+            source=op.codec,
+            codec=fuse_with,
+            numel=op.numel,
+            wire_in=op.wire_in,
+            wire=op.values,
+            stream=op.stream,
+            sources=op.sources,
+            stride=op.stride,
+            place=op.place,
+            own=op.own,
+        )
+        return _recode(recoded, (places[0], values_at[1], places[2], 0), buffers, _STAYS)
+    codec = groups_of(op.codec)
+    rotation = _rotation(op)
+    plan = launch.sum_plan(
+        codec,
+        op.numel,
+        _rows_added(op),
+        buffers[op.values].dtype,
+        op.scale,
+        op.place is not None,
+        rotation,
+        False,
+        is_easy,
+    )
     numbers = {**plan.fields, **_source_fields(op)}
-    pointers = {"wire.bytes": (op.wire_in, places[0]), "values": into}
-    pointers["own_values"] = at(buffers, op.own, places[2])
-    return plan, 1, Job(numbers, op.stream, pointers, _FLIPS[turn[1]], {"levels": op.codec})
+    pointers = {
+        "wire.bytes": (op.wire_in, places[0]),
+        "values": values_at,
+        "own_values": at(buffers, op.own, places[2]),
+    }
+    job = Job(numbers, op.stream, pointers, _FLIPS[rotation[1]], {"levels": codec})
+    return _Work(plan, 1, job)
 
 
-def _recode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) -> _Work:
-    op, places, *_ = rows
-    sources = op.sources + (op.place is not None)
-    plan = launch.recode_plan(op.source, op.codec, op.on_wire, sources, op.place is not None)
-    numbers = {**plan.fields, **_source_fields(op), **more}
-    pointers = {"source.bytes": (op.wire_in, places[0]), "wire.bytes": (op.wire, places[1])}
-    pointers["own_values"] = at(buffers, op.own, places[2])
-    levels = {"levels": op.codec, "source_levels": op.source}
-    return plan, 1, Job(numbers, op.stream, pointers, RANDOM, levels, places[3])
+def _recode(
+    op: Recode, places: Places, buffers: Buffers, extra_fields: Mapping[str, int] = _NO_FIELDS
+) -> _Work:
+    source, codec = groups_of(op.source), groups_of(op.codec)
+    has_own = op.place is not None
+    plan = launch.recode_plan(source, codec, op.on_wire, _rows_added(op), has_own)
+    numbers = {**plan.fields, **_source_fields(op), **extra_fields}
+    pointers = {
+        "source.bytes": (op.wire_in, places[0]),
+        "wire.bytes": (op.wire, places[1]),
+        "own_values": at(buffers, op.own, places[2]),
+    }
+    levels = {"levels": codec, "source_levels": source}
+    return _Work(plan, 1, Job(numbers, op.stream, pointers, RANDOM, levels, places[3]))
 
 
-def _rotate(rows: Rows, buffers: Buffers) -> _Work:
-    """As if encoded, but for the end."""
-    op, (values, rotated) = rows.operation, rows.places
+def _rotate(op: Rotate, places: Places, buffers: Buffers) -> _Work:
+    """Reuse the encode kernel, which stops before quantizing."""
     encoded = Encode(op.codec, op.numel, op.values, op.rotated, op.stream, op.block, op.flips)
-    places = values, rotated * _FP32_BYTES, 0
-    return _encode(Rows(encoded, places, (1,), (places,)), buffers, _STAYS)
-
-
-def _is_cast(op: Operation) -> bool:
-    return not op.block if isinstance(op, Rotate) else op.codec.kind == "cast"
+    values, rotated = places
+    encode_places = values, rotated * FP32_BYTES, 0
+    rows = Rows(encoded, encode_places, (1,), (encode_places,))
+    return _encode(encoded, rows, buffers, _STAYS)
 
 
 def _cast(rows: Rows, buffers: Buffers) -> _Work:
-    """An operation that only changes the dtype of numbers and adds them up."""
+    """Change the dtype of numbers and add them up, nothing else."""
     op, places = rows.operation, rows.places
     count, steps = (rows.shape[0], rows.steps[0]) if rows.shape else (1, places)
     if isinstance(op, Encode | Rotate):
-        source, read = buffers[op.values].dtype, steps[0] * buffers[op.values].element_size()
-        pointers = {"source": at(buffers, op.values, places[0])}
+        source = buffers[op.values].dtype
+        source_row = steps[0] * source.itemsize
+        source_at = at(buffers, op.values, places[0])
     else:
-        source, read = (op.source if isinstance(op, Recode) else op.codec).dtype, steps[0]
-        pointers = {"source": (op.wire if isinstance(op, Decode) else op.wire_in, places[0])}
+        source = cast_of(op.source if isinstance(op, Recode) else op.codec).dtype
+        source_row = steps[0]
+        source_at = op.wire if isinstance(op, Decode) else op.wire_in, places[0]
     if isinstance(op, Encode | Recode):
-        dtype, written = op.codec.dtype, steps[1]
-        pointers["values"] = op.wire, places[1]
-        padded = layout_of(op.codec, op.numel).nbytes // dtype.itemsize
+        codec = cast_of(op.codec)
+        dtype = codec.dtype
+        padded = layout_of(codec, op.numel).nbytes // dtype.itemsize
+        values_stride = steps[1]
+        values_at = op.wire, places[1]
     else:
         into = op.rotated if isinstance(op, Rotate) else op.values
-        dtype, padded = buffers[into].dtype, op.numel
-        pointers["values"], written = at(buffers, into, places[1]), steps[1] * dtype.itemsize
-    fields, how = {"source_row": read, "values_stride": written}, {}
-    pointers["own_values"] = pointers["source"]  # of jobs that have none, not read
+        dtype = buffers[into].dtype
+        padded = op.numel
+        values_stride = steps[1] * dtype.itemsize
+        values_at = at(buffers, into, places[1])
+    fields = {"source_row": source_row, "values_stride": values_stride}
+    own_at = source_at  # of jobs that have none, not read
+    sources, has_own, scale = 1, False, 1.0
     if isinstance(op, Sum | Recode):
         fields |= _source_fields(op)
-        pointers["own_values"] = at(buffers, op.own, places[2])
-        how = {"sources": op.sources + (op.place is not None), "has_own": op.place is not None}
-        how["scale"] = getattr(op, "scale", 1.0)
-    plan = launch.cast_plan(source, dtype, op.numel, padded, **how)
-    return plan, count, Job({**plan.fields, **fields}, op.stream, pointers, {}, {})
+        own_at = at(buffers, op.own, places[2])
+        sources = _rows_added(op)
+        has_own = op.place is not None
+    if isinstance(op, Sum):
+        scale = op.scale
+    plan = launch.cast_plan(
+        source, dtype, op.numel, padded, sources=sources, has_own=has_own, scale=scale
+    )
+    pointers = {"source": source_at, "values": values_at, "own_values": own_at}
+    return _Work(plan, count, Job({**plan.fields, **fields}, op.stream, pointers, {}, {}))
+
+
+def _rows_added(op: Sum | Recode) -> int:
+    """Rows of a sum, those of the wire and this rank's own."""
+    return op.sources + (op.place is not None)
 
 
 def _source_fields(op: Sum | Recode) -> dict[str, int]:
@@ -203,18 +325,9 @@ def _source_fields(op: Sum | Recode) -> dict[str, int]:
 
 
 def _is_easy(buffers: Buffers, place: tuple[int, int], count: int, stride: int) -> bool:
-    """Whether every row begins at a multiple of 16 bytes."""
+    """Return True if every row begins at a multiple of 16 bytes."""
     first = buffers[place[0]].data_ptr() + place[1]
     return first % ALIGNMENT == 0 and (count == 1 or stride % ALIGNMENT == 0)
-
-
-_works: dict[type, Callable[[Rows, Buffers], _Work]] = {
-    Encode: _encode,
-    Decode: _decode,
-    Sum: _sum,
-    Recode: _recode,
-    Rotate: _rotate,
-}
 
 
 # ---- lossless differences: signatures and bytes of lossless.py ----
@@ -235,11 +348,13 @@ def encode_lossless(
     Three launches for all of them.
     """
     nbytes.zero_()  # a checksum is added up there first
-    jobs, numels = np.zeros(len(messages), dtype=_LOSSLESS), [len(m[0]) for m in messages]
+    jobs = np.zeros(len(messages), dtype=_LOSSLESS)
+    numels = [len(values) for values, _, _ in messages]
     for column, name in enumerate(("values", "reference", "wire")):
         jobs[name] = [message[column].data_ptr() for message in messages]
     jobs["nbytes"] = nbytes.data_ptr() + 8 * np.arange(len(messages), dtype=np.uint64)
-    jobs["numel"], dtype = numels, messages[0][0].dtype
+    jobs["numel"] = numels
+    dtype = messages[0][0].dtype
     jobs = jobs[jobs["numel"] > 0]
     for phase in (PLAN, SCAN, WRITE) if len(jobs) else ():
         plans = [lossless_plan(phase, numel, dtype) for numel in filter(None, numels)]

@@ -53,7 +53,7 @@ kind      the fewest words of raw, Rice and, if at most half of the elements cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -90,8 +90,9 @@ class _Damaged(ValueError):
 
 
 def problem_of(status: Sequence[int]) -> str | None:
-    """What is wrong with a row by its status (2,): the number of a problem, 0 for none, and how far
-    its checksum is off. A sentence, None for nothing.
+    """Return a sentence about the damage of a row; None for an intact row.
+
+    status: (2,), the number of a problem, 0 for none, and the difference of the checksums.
     """
     number, difference = status
     if not (number or difference):
@@ -187,7 +188,7 @@ class _Plan(NamedTuple):
     """How the sender codes the blocks of a run; (blocks,) int64."""
 
     words: torch.Tensor
-    count: torch.Tensor
+    counts: torch.Tensor
     scale: torch.Tensor
     kind: torch.Tensor
 
@@ -195,7 +196,7 @@ class _Plan(NamedTuple):
 class _Changes(NamedTuple):
     """Elements of some blocks that changed, in their order."""
 
-    index: torch.Tensor  # in the run
+    elements: torch.Tensor  # in the run
     block: torch.Tensor
     gap: torch.Tensor
 
@@ -226,12 +227,11 @@ def encode(
     if before == 0:
         mode, used, body = UNCHANGED, HEADER, body[:0]
     elif used >= max_bytes(numel):
-        mode, used, body = RAW, max_bytes(numel), None
+        mode, used, body = RAW, max_bytes(numel), body[:0]
     header = [mode, checksum & _U32, used & _U32, used >> 32]
     message = torch.zeros(used // 4, dtype=torch.int64, device=values.device)
     message[:4] = torch.tensor(header, device=values.device)
-    if body is not None:
-        message[4 : 4 + body.numel()] = body
+    message[4 : 4 + body.numel()] = body
     out[:used].copy_(_bytes(message))
     if mode == RAW:
         out[HEADER : HEADER + 2 * numel].copy_(values.view(torch.uint8))
@@ -246,7 +246,7 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
 def _entries(plan: _Plan, before: int) -> torch.Tensor:
     """Entries of the blocks as words."""
     ends = plan.words.cumsum(0) + before
-    return torch.stack([ends, plan.count | plan.scale << 16 | plan.kind << 24], dim=1).view(-1)
+    return torch.stack([ends, plan.counts | plan.scale << 16 | plan.kind << 24], dim=1).view(-1)
 
 
 def _planned(symbols: torch.Tensor, run: _Run) -> _Plan:
@@ -258,7 +258,7 @@ def _planned(symbols: torch.Tensor, run: _Run) -> _Plan:
     bits, scale = _fewest(scales, lambda s: _list_bits(symbols, run.exponent, run.block, s))
     words = (sizes + 1) // 2
     plan = _Plan(words, torch.zeros_like(words), torch.zeros_like(words), words * 0 + PLAIN)
-    plan = _better(plan, _Plan(_words(bits), plan.count, scale, plan.scale + RICE))
+    plan = _better(plan, _Plan(_words(bits), plan.counts, scale, plan.scale + RICE))
     plan = _better(plan, _planned_gaps(symbols, run, sizes, counts, scales))
     return _Plan(*(column.where(counts > 0, 0) for column in plan))
 
@@ -273,8 +273,8 @@ def _planned_gaps(
     """Blocks as gaps and changed elements."""
     few = (counts > 0) & (2 * counts <= sizes)
     changes = _changes(symbols, run, few)
-    exponent = run.exponent[changes.index]
-    rest = symbols[changes.index] - 1
+    exponent = run.exponent[changes.elements]
+    rest = symbols[changes.elements] - 1
     bits, scale = _fewest(scales, lambda s: _list_bits(rest, exponent, changes.block, s))
     r = _bit_length(sizes // counts.clamp(min=1)) - 1
     zero = torch.zeros_like(changes.gap)
@@ -290,7 +290,9 @@ def _better(plan: _Plan, other: _Plan) -> _Plan:
     return _Plan(*(b.where(shorter, a) for a, b in zip(plan, other, strict=True)))
 
 
-def _fewest(candidates, bits_of) -> tuple[torch.Tensor, torch.Tensor]:
+def _fewest(
+    candidates: Sequence[torch.Tensor], bits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Fewest bits, and the candidate that takes them, by block; the first of equals."""
     best = candidates[0]
     fewest = bits_of(best)
@@ -355,8 +357,8 @@ def _payload(bits: torch.Tensor, symbols: torch.Tensor, run: _Run, plan: _Plan) 
     changes = _changes(symbols, run, plan.kind >= GAPS)
     r, scale = (plan.kind - GAPS)[changes.block], plan.scale[changes.block]
     start = _put_list(words, start, changes.block, changes.gap, r)
-    k = _parameters(scale, run.exponent[changes.index])
-    _put_list(words, start, changes.block, symbols[changes.index] - 1, k)
+    k = _parameters(scale, run.exponent[changes.elements])
+    _put_list(words, start, changes.block, symbols[changes.elements] - 1, k)
     return words[:-2]
 
 
@@ -406,11 +408,11 @@ def decode(
         out.view(torch.uint8).copy_(wire[HEADER : HEADER + 2 * numel])
     else:
         _decode_blocks(_words_of(wire[HEADER:]), reference, out)
-    found = sum(
+    decoded_checksum = sum(
         _checksum(out[start : start + _RUN * BLOCK], start)
         for start in range(0, numel, _RUN * BLOCK)
     )
-    _check(found & _U32 == checksum, "checksum")
+    _check(decoded_checksum & _U32 == checksum, "checksum")
 
 
 def decode_rows(
@@ -497,7 +499,7 @@ def _decoded(words: torch.Tensor, run: _Run, plan: _Plan) -> torch.Tensor:
     k = _parameters(plan.scale[run.block[rice]], run.exponent[rice])
     symbols[rice], end_of_rice = payload.read_list(start, stop, run.block[rice], k)
 
-    block = torch.repeat_interleave(plan.count)
+    block = torch.repeat_interleave(plan.counts)
     gap, end = payload.read_list(start, stop, block, (plan.kind - GAPS)[block])
     place = _offsets(gap + 1, block, _sums(gap + 1, block, stop.numel())) + gap
     _check((place < torch.bincount(run.block)[block]).all(), "gap")

@@ -8,7 +8,7 @@ reference.py and lossless.py, which do the work without the library, or with one
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -39,7 +39,7 @@ from ds_quant.kernels.batch import (
     rounding_of,
     rows_of,
 )
-from ds_quant.kernels.wire import Format, layout_of, round_up
+from ds_quant.kernels.wire import Codec, layout_of, round_up, without_user_codec
 
 VERSION = 7  # of the jobs, as dsq_version() of native.cpp
 
@@ -82,13 +82,15 @@ def unavailable_reason() -> str | None:
 
 
 @cache
-def function(name: str) -> ctypes._CFuncPtr:
-    """A kernel: takes the address of jobs, their number, and how many threads may work on them."""
-    library = ctypes.CDLL(find_spec("ds_quant.kernels._native").origin)
-    found = getattr(library, name)
-    found.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    found.restype = None
-    return found
+def function(name: str) -> Callable[[int, int, int], None]:
+    """Return a kernel: takes the address of jobs, their number and the number of threads."""
+    spec = find_spec("ds_quant.kernels._native")
+    if spec is None or spec.origin is None:
+        raise RuntimeError(f"C++ kernels {unavailable_reason()}")
+    kernel = getattr(ctypes.CDLL(spec.origin), name)
+    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    kernel.restype = None
+    return kernel
 
 
 def threads_for(numel: int) -> int:
@@ -103,47 +105,91 @@ Buffers = Sequence[torch.Tensor]
 
 
 def covers(operation: Operation, buffers: Buffers) -> bool:
-    """Whether the kernels read and write the dtypes of its values."""
-    places = [getattr(operation, name, None) for name in ("values", "base")]
-    return all(buffers[place].dtype in DTYPES for place in places if place is not None)
+    """Return True if the kernels read and write the dtypes of its values."""
+    if isinstance(operation, Recode):
+        return True
+    if isinstance(operation, Encode) and operation.base is not None:
+        if buffers[operation.base].dtype not in DTYPES:
+            return False
+    return buffers[operation.values].dtype in DTYPES
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers) -> Runnable:
     """Compile tasks of one kind for buffers of the same dtypes."""
     kind = type(tasks[0][0])
-    name, jobs_of = _KERNELS[kind]
     rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
-    jobs = [job for row in rows for job in jobs_of(row, buffers)]
+    jobs = []
+    for row in rows:
+        jobs += _jobs_of(row, buffers)
     arguments = Arguments(JOB, jobs, torch.device("cpu"))
-    kernel, where, count = function(name), arguments.records.ctypes.data, len(rows)
-    numel = sum(operation.numel * getattr(operation, "sources", 1) for operation, _ in tasks)
+    kernel = function(_KERNELS[kind])
+    jobs_address = arguments.records.ctypes.data
+    count = len(rows)
+    numel = sum(_numel_read(operation) for operation, _ in tasks)
 
     def run(addresses: np.ndarray, streams: RngArrays) -> None:
         arguments.fill(addresses, streams)
-        kernel(where, count, threads_for(numel))
+        kernel(jobs_address, count, threads_for(numel))
 
     return run
 
 
+def _numel_read(operation: Operation) -> int:
+    """Elements that an operation reads, of all its sources."""
+    sources = operation.sources if isinstance(operation, Sum | Recode) else 1
+    return operation.numel * sources
+
+
 def numbers_of(
-    fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int = 0
+    fmt: Codec, rows: int, numel: int, dtype: torch.dtype, block: int = 0
 ) -> dict[str, Any]:
-    """The fields of a job that codec and shape decide; ``block``: of a rotation, 0 for none."""
+    """Return the fields of a job that codec and shape decide.
+
+    block: block of the rotation; 0: no rotation.
+    """
+    fmt = without_user_codec(fmt)
     layout = layout_of(fmt, round_up(numel, block) if block else numel)
-    found = {
-        "rows": rows, "numel": layout.numel, "valid": numel, "dtype": DTYPES[dtype],
-        "rotation": block, "planes": (*layout.plane_offsets, 0, 0)[:3],
-        "scales": layout.scale_offset, "offsets": layout.offset_offset or 0,
-        "nbytes": layout.nbytes, "own": -1, "factor": 1.0,
-    }  # fmt: skip
+    fields: dict[str, Any] = {
+        "rows": rows,
+        "numel": layout.numel,
+        "valid": numel,
+        "dtype": DTYPES[dtype],
+        "rotation": block,
+        "planes": (*layout.plane_offsets, 0, 0)[:3],
+        "scales": layout.scale_offset,
+        "offsets": layout.offset_offset or 0,
+        "nbytes": layout.nbytes,
+        "own": -1,
+        "factor": 1.0,
+    }
     if fmt.kind == "cast":
-        return found | {"cast": DTYPES[fmt.dtype], "group": COPIED_NUMEL}
-    codes = {"bits": fmt.bits, "group": fmt.group_size, "has_offset": fmt.has_offset}
-    return found | codes | {"cast": _CODES, "rounding": rounding_of(fmt)}
+        fields |= {"cast": DTYPES[fmt.dtype], "group": COPIED_NUMEL}
+        return fields
+    fields |= {
+        "bits": fmt.bits,
+        "group": fmt.group_size,
+        "has_offset": fmt.has_offset,
+        "cast": _CODES,
+        "rounding": rounding_of(fmt),
+    }
+    return fields
 
 
-def _encode(rows: Rows, buffers: Buffers) -> list[Job]:
-    op, places, (count,), ((values, wire, vectors, *strides),) = rows
+def _jobs_of(rows: Rows, buffers: Buffers) -> list[Job]:
+    op = rows.operation
+    if isinstance(op, Encode):
+        return [_encode(op, rows, buffers)]
+    if isinstance(op, Decode):
+        return [_decode(op, rows, buffers)]
+    if isinstance(op, Sum):
+        return [_sum(op, rows.places, buffers)]
+    if isinstance(op, Recode):
+        return _recode(op, rows.places, buffers)
+    return [_rotate(op, rows.places, buffers)]
+
+
+def _encode(op: Encode, rows: Rows, buffers: Buffers) -> Job:
+    _, places, (count,), ((values, wire, vectors, *strides),) = rows
     dtype = buffers[op.values].dtype
     numbers = numbers_of(op.codec, count, op.numel, dtype, op.block)
     numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire}
@@ -152,41 +198,38 @@ def _encode(rows: Rows, buffers: Buffers) -> list[Job]:
     if op.base is not None:
         dtype, pointers["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
         numbers |= {"base_stride": strides[0] * dtype.itemsize, "base_dtype": DTYPES[dtype]}
-    return [Job(numbers, op.stream, pointers, RANDOM | FLIPS, {"levels": op.codec}, places[2])]
+    return Job(numbers, op.stream, pointers, RANDOM | FLIPS, {"levels": op.codec}, places[2])
 
 
-def _decode(rows: Rows, buffers: Buffers) -> list[Job]:
-    op, places, (count,), ((wire, values),) = rows
+def _decode(op: Decode, rows: Rows, buffers: Buffers) -> Job:
+    _, places, (count,), ((wire, values),) = rows
     dtype = buffers[op.values].dtype
     numbers = numbers_of(op.codec, count, op.numel, dtype)
     numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire, "add": op.add}
     pointers = {"wire": (op.wire, places[0]), "values": at(buffers, op.values, places[1])}
-    return [Job(numbers, op.stream, pointers, {}, {"levels": op.codec})]
+    return Job(numbers, op.stream, pointers, {}, {"levels": op.codec})
 
 
-def _sum(rows: Rows, buffers: Buffers) -> list[Job]:
-    op, places, *_ = rows
+def _sum(op: Sum, places: Places, buffers: Buffers) -> Job:
     numbers = _source_numbers(op, op.codec, op.numel, buffers[op.values].dtype, op.block)
     factor = op.scale / op.block if op.block else op.scale
     numbers |= {"factor": factor, "own_signs": op.flips == OWN_SIGNS}
     pointers = _source_pointers(op, places, buffers)
     pointers["values"] = at(buffers, op.values, places[1])
     rng_fields = FLIPS | {"key": "signs_key", "step": "signs_step"}
-    return [Job(numbers, op.stream, pointers, rng_fields, {"levels": op.codec})]
+    return Job(numbers, op.stream, pointers, rng_fields, {"levels": op.codec})
 
 
-def _rotate(rows: Rows, buffers: Buffers) -> list[Job]:
-    op, places, *_ = rows
+def _rotate(op: Rotate, places: Places, buffers: Buffers) -> Job:
     numbers = {"valid": op.numel, "dtype": DTYPES[buffers[op.values].dtype]}
     numbers |= {"rotation": op.block, "group": op.block or COPIED_NUMEL}
     pointers = {"values": at(buffers, op.values, places[0])}
     pointers["wire"] = at(buffers, op.rotated, places[1])
-    return [Job(numbers, op.stream, pointers, FLIPS, {})]
+    return Job(numbers, op.stream, pointers, FLIPS, {})
 
 
-def _recode(rows: Rows, buffers: Buffers) -> list[Job]:
-    """Two jobs: of a sum, and of encoding it."""
-    op, places, *_ = rows
+def _recode(op: Recode, places: Places, buffers: Buffers) -> list[Job]:
+    """Return two jobs: a sum, and its encoding."""
     adding = _source_numbers(op, op.source, op.on_wire, torch.float32)
     encoding = numbers_of(op.codec, 1, op.on_wire, torch.float32)
     if adding["cast"] >= 0:  # in runs of the other's groups
@@ -202,7 +245,7 @@ def _recode(rows: Rows, buffers: Buffers) -> list[Job]:
 
 
 def _source_numbers(
-    op: Sum | Recode, codec: Format, numel: int, dtype: torch.dtype, block: int = 0
+    op: Sum | Recode, codec: Codec, numel: int, dtype: torch.dtype, block: int = 0
 ) -> dict[str, Any]:
     rows = op.sources + (op.place is not None)
     numbers = numbers_of(codec, rows, numel, dtype, block)
@@ -215,12 +258,12 @@ def _source_pointers(
     return {"wire": (op.wire_in, places[0]), "own_values": at(buffers, op.own, places[2])}
 
 
-_KERNELS = {
-    Encode: ("dsq_encode", _encode),
-    Decode: ("dsq_decode", _decode),
-    Sum: ("dsq_decode_sum", _sum),
-    Recode: ("dsq_recode", _recode),
-    Rotate: ("dsq_rotate", _rotate),
+_KERNELS: dict[type[Operation], str] = {
+    Encode: "dsq_encode",
+    Decode: "dsq_decode",
+    Sum: "dsq_decode_sum",
+    Recode: "dsq_recode",
+    Rotate: "dsq_rotate",
 }
 
 

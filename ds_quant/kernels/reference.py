@@ -65,7 +65,7 @@ zeros by the rotation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -169,7 +169,10 @@ class Rotation:
 
     def of(self, sender: int) -> Rotation:
         """Return the same with the signs of a sender on the last hop."""
-        return Rotation(block=self.block, signs=Address(*self.signs[:2], sender + 1))
+        if self.signs is None:
+            raise ValueError("signs = None: the rotation has no signs of senders")
+        signs = Address(self.signs.key, self.signs.step, sender + 1)
+        return Rotation(block=self.block, signs=signs)
 
 
 def rotate(
@@ -273,7 +276,7 @@ def _ranges(
         return scale, None, tiny, nan
     offset = _flushed(low).masked_fill(tiny & (largest < TINY), 0.0)
     if fmt.rounding == "random_shift":
-        offset = _flushed(offset + _flushed(scale * shift_of(address)))
+        offset = _flushed(offset + _flushed(scale * shift_of(_needed(address, fmt))))
         nan = nan | ~(offset.abs() <= FLT_MAX)
     return scale, offset.masked_fill(nan, 0.0), tiny, nan
 
@@ -287,7 +290,6 @@ def _flushed(numbers: Tensor) -> Tensor:
 
 
 GAUSSIAN_GROUP = 128  # elements: of a group, and of the block of the rotation before
-GAUSSIAN_BITS = (2, 3, 4)
 
 _MAGNITUDES = {
     2: (0.452780035, 1.510417608),
@@ -360,13 +362,17 @@ def encode(
             part = part - base.detach()[:, start:stop].float()
         if rotation is not None:
             part = _rotated(part, rotation)
-        groups, random = _whole_groups(part, group), None
-        if fmt.rounding == "stochastic":
-            random = _whole_groups(_random_of(part, address, layout, start), group).view(-1, group)
+        groups = _whole_groups(part, group).view(-1, group)
         if fmt.is_gaussian:
-            codes, scales, offsets = _gaussian(groups.view(-1, group), levels)
+            if levels is None:
+                raise ValueError("levels = None: Gaussian codes need their table")
+            codes, scales, offsets = _gaussian(groups, levels)
         else:
-            codes, scales, offsets = _uniform(groups.view(-1, group), fmt, address, levels, random)
+            random = None
+            if fmt.rounding == "stochastic":
+                random = _random_of(part, _needed(address, fmt), layout, start)
+                random = _whole_groups(random, group).view(-1, group)
+            codes, scales, offsets = _uniform(groups, fmt, address, levels, random)
         codes = codes.view(rows, -1)[:, : round_up(stop - start, 8)].contiguous()
         codes[:, stop - start :].zero_()
         sections, scales_at, offsets_at = _sections(out, layout, fmt, start, stop)
@@ -375,7 +381,7 @@ def encode(
             section.copy_(_packed(codes, width, shift))
             shift += width
         scales_at.copy_(scales.view(rows, -1).view(torch.uint8))
-        if offsets is not None:
+        if offsets is not None and offsets_at is not None:
             offsets_at.copy_(offsets.view(rows, -1).view(torch.uint8))
 
 
@@ -409,17 +415,19 @@ def decode_sum(
     ``own[1]`` is added as row ``own[0]``, which the wire leaves out. With a rotation the sum is
     rotated back before it is multiplied; with ``own_signs`` every row is, before it is added.
     """
+    if own_signs and rotation is None:
+        raise ValueError("own_signs = True with rotation = None: only rotations have signs")
     numel = round_up(out.shape[0], rotation.block if rotation else 1)
     for start, stop, values in _decoded(wire, fmt, numel, levels):
         rows = list(values)
         if own is not None:
             rows.insert(own[0], own[1][start:stop].float())
-        if own_signs:
+        if rotation is not None and own_signs:
             rows = [_unrotated(x, rotation.of(k), rotation.block) for k, x in enumerate(rows)]
         total = rows[0].clone()
         for row in rows[1:]:
             total += row
-        if own_signs:
+        if rotation is not None and own_signs:
             total *= scale / rotation.block
         elif rotation is not None:
             total = _unrotated(total, rotation, scale)
@@ -443,6 +451,13 @@ def _whole_groups(values: Tensor, group: int) -> Tensor:
         return values.contiguous()
     first = values[:, values.shape[1] + missing - group, None]
     return torch.cat([values, first.expand(-1, missing)], dim=1)
+
+
+def _needed(address: Address | None, fmt: Format) -> Address:
+    """Return the address of the random bits. ValueError if there is none."""
+    if address is None:
+        raise ValueError(f"address = None: rounding {fmt.rounding!r} needs an Address")
+    return address
 
 
 def _random_of(x: Tensor, address: Address, layout: WireLayout, start: int) -> Tensor:
@@ -476,7 +491,10 @@ def _packed(codes: Tensor, width: int, shift: int) -> Tensor:
     if width == 8:
         return part
     parts = (part & (1 << width) - 1).view(len(codes), -1, 8 // width).unbind(-1)
-    return sum(codes << width * place for place, codes in enumerate(parts))
+    packed = parts[0]
+    for place, codes in enumerate(parts[1:], start=1):
+        packed = packed + (codes << width * place)
+    return packed
 
 
 def _unpacked(section: Tensor, width: int) -> Tensor:
@@ -493,11 +511,7 @@ def _decoded(
     for start, stop in _runs(max(1, len(wire)), numel, fmt.group_size, wire.device):
         count = stop - start
         sections, scales, offsets = _sections(wire, layout, fmt, start, stop)
-        codes, shift = 0, 0
-        for section, width in zip(sections, planes(fmt.bits), strict=True):
-            codes = codes | _unpacked(section, width) << shift
-            shift += width
-        codes = codes[:, :count]
+        codes = _joined_planes(sections, fmt)[:, :count]
         values = levels[codes.long()] if levels is not None else codes.float() - code_of_zero(fmt)
         padded = torch.nn.functional.pad(values, (0, -count % fmt.group_size))
         groups = padded.unflatten(1, (-1, fmt.group_size))
@@ -505,6 +519,17 @@ def _decoded(
         if offsets is not None:
             groups = groups + _numbers(offsets, torch.float32)
         yield start, stop, groups.flatten(1)[:, :count]
+
+
+def _joined_planes(sections: Sequence[Tensor], fmt: Format) -> Tensor:
+    """Return the codes (rows, 8 n) of the planes of a message."""
+    widths = planes(fmt.bits)
+    codes = _unpacked(sections[0], widths[0])
+    shift = widths[0]
+    for section, width in zip(sections[1:], widths[1:], strict=True):
+        codes = codes | _unpacked(section, width) << shift
+        shift += width
+    return codes
 
 
 def _numbers(section: Tensor, dtype: torch.dtype) -> Tensor:

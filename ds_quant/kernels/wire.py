@@ -17,9 +17,15 @@ A plane is ceil(numel / 8) * p bytes long; codes past numel are zero.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from ds_quant.kernels.random_bits import Address
+
+Tensor = Any  # torch.Tensor; this module does not import torch
 
 ALIGNMENT = 16  # bytes; one vector load of the kernels
 FP32_BYTES = 4
@@ -85,23 +91,47 @@ def wire_layout(
     return WireLayout(numel, num_groups, tuple(offsets), scale_offset, offset_offset, position)
 
 
-class Cast(Protocol):
-    """The part of a codec that the kernels read; CastCodec has it."""
+class WireFormat(Hashable, Protocol):
+    """Members of every codec. Instances are keys of caches, so equal ones hash alike."""
 
-    kind: str  # "cast"
-    dtype: Any  # torch.float32, bfloat16 or float16
+    @property
+    def name(self) -> str:
+        """Short name for logs and tables, e.g. "int8 minmax g1024 stochastic" or "bf16"."""
 
-    def wire_bytes(self, numel: int) -> int: ...
+    def wire_bytes(self, numel: int) -> int:
+        """Exact bytes of one row of `numel` elements; a multiple of 16, 0 for no elements."""
+
+    def table(self, levels: Tensor | None, device: Any) -> Tensor | None:
+        """Return the levels of the codes, (2^bits,) fp32: the given ones or the codec's own."""
 
 
-class Format(Protocol):
-    """The part of a codec that the kernels read; GroupCodec has it."""
+class Cast(WireFormat, Protocol):
+    """Interface of CastCodec: numbers of one dtype."""
 
-    kind: str  # "groups"
-    bits: int
-    group_size: int
-    rounding: str  # nearest, stochastic or random_shift
-    levels: str  # uniform or learned
+    @property
+    def kind(self) -> Literal["cast"]: ...
+
+    @property
+    def dtype(self) -> Any: ...  # torch.float32, bfloat16 or float16
+
+
+class Format(WireFormat, Protocol):
+    """Interface of GroupCodec: codes of groups."""
+
+    @property
+    def kind(self) -> Literal["groups"]: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def group_size(self) -> int: ...
+
+    @property
+    def rounding(self) -> str: ...  # nearest, stochastic or random_shift
+
+    @property
+    def levels(self) -> str: ...  # uniform or learned
 
     @property
     def has_offset(self) -> bool: ...
@@ -109,7 +139,40 @@ class Format(Protocol):
     @property
     def is_gaussian(self) -> bool: ...  # [Note: Gaussian levels] of reference.py
 
-    def table(self, levels: Any, device: Any) -> Any: ...  # tensors, which this file knows not
+
+class UserFormat(WireFormat, Protocol):
+    """Interface of ModuleCodec: bytes that Python functions of the user read and write."""
+
+    @property
+    def kind(self) -> Literal["module"]: ...
+
+    def write(self, x: Tensor, out: Tensor, address: Address | None) -> None: ...
+
+    def read(self, wire: Tensor, numel: int) -> Tensor: ...
+
+
+Codec = Format | Cast | UserFormat  # `kind` tells them apart
+
+
+def without_user_codec(codec: Codec) -> Format | Cast:
+    """Return the codec as one that kernels take. TypeError for codecs of the user."""
+    if codec.kind == "module":
+        raise TypeError(f"codec {codec.name}: kernels take groups and casts, use torch")
+    return codec
+
+
+def groups_of(codec: Codec) -> Format:
+    """Return a codec of groups as such. TypeError for others."""
+    if codec.kind != "groups":
+        raise TypeError(f"codec {codec.name}: it has no groups")
+    return codec
+
+
+def cast_of(codec: Codec) -> Cast:
+    """Return a codec that casts as such. TypeError for others."""
+    if codec.kind != "cast":
+        raise TypeError(f"codec {codec.name}: it is no cast")
+    return codec
 
 
 def layout_of(fmt: Format | Cast, numel: int) -> WireLayout:
@@ -118,9 +181,12 @@ def layout_of(fmt: Format | Cast, numel: int) -> WireLayout:
         nbytes = fmt.wire_bytes(numel)
         return WireLayout(numel, 0, (0,), nbytes, None, nbytes)
     return wire_layout(
-        numel, bits=fmt.bits, group_size=fmt.group_size, has_offset=fmt.has_offset,
+        numel,
+        bits=fmt.bits,
+        group_size=fmt.group_size,
+        has_offset=fmt.has_offset,
         scale_bytes=scale_bytes(fmt),
-    )  # fmt: skip
+    )
 
 
 def scale_bytes(fmt: Format) -> int:

@@ -1,17 +1,21 @@
-"""Bytes of a step by formula, from the same codecs that do the work.
+"""Bytes of a step by formula, from the codecs of the run.
 
-[Note: bytes per parameter] There are two units, which are named wherever a figure is shown.
-*Volume* does not depend on the number of nodes: what would enter a node from the others if there
-were infinitely many (one node: a rank from the others). *Received* is what really enters, and what
-``Traffic`` counts. A node of N receives (N - 1) / N of a volume that enters it once, a rank of one
-node of W ranks (W - 1) / W. Collectives of DeepSpeed's own are flat rings over all ranks: of those
-a node of N receives (W - 1) / W, because one of its ranks hears from another node.
+volume    bytes per parameter that would enter a node from infinitely many others; on one node, a
+          rank from infinitely many others
+received  bytes that really enter a node or a rank, as ``Traffic`` counts them
+spec      a parameter as the formulas need it, see ``ParamSpec``
 
-[Note: lossless differences] How many bits they take is up to the training: more at a higher
-learning rate, fewer the more weights stay as they are. ``LOSSLESS_BITS`` is what the codec takes
-for bf16 differences under Adam at a learning rate of 3e-4 (1e-3: 3.6, 1e-4: 1.6, 1e-5: 0.54;
-benchmarks/results/lossless_bits_cpu.json). A message is never longer than the weights themselves:
-that is the most, which is given beside it.
+[Note: bytes per parameter] Every figure is shown with its unit, volume or received bytes. A volume
+does not depend on the number of nodes. One of N nodes receives (N - 1) / N of a volume that enters
+it once, a rank of one node of W ranks (W - 1) / W. DeepSpeed's own collectives are flat rings over
+all W ranks: of those a node receives (W - 1) / W, because one of its ranks receives from another
+node.
+
+[Note: lossless differences] Their bits depend on the training: more at a higher learning rate,
+fewer the more weights stay equal. ``LOSSLESS_BITS`` are the bits of bf16 differences under Adam at
+a learning rate of 3e-4 (1e-3: 3.6, 1e-4: 1.6, 1e-5: 0.54;
+benchmarks/results/lossless_bits_cpu.json). A message is never longer than the weights themselves,
+which is the maximum given beside it.
 """
 
 from __future__ import annotations
@@ -23,49 +27,51 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.kernels.wire import ceil_div, round_up
-from ds_quant.policy.route import Route, Routes, gradients_per, times, weights_per
+from ds_quant.kernels.wire import FP32_BYTES, ceil_div, round_up
+from ds_quant.policy.route import Hop, Route, Routes, gradients_per, times, weights_per
 from ds_quant.policy.scheme import FLOATS, Scheme
 
-LOSSLESS_BITS = 2.36  # see [Note: lossless differences]
-FP32 = 4  # bytes
-_MORE = "weights_most", "weights_intra", "gradients_intra", "memory"
+LOSSLESS_BITS = 2.36  # per weight, see [Note: lossless differences]
 
 
 class ParamSpec(NamedTuple):
-    """One parameter, as the formula counts it.
+    """One parameter, as the formulas need it.
 
-    needs_full_gradient: several ranks need all of its gradient, which DeepSpeed therefore
-        all-reduces: a matrix that Muon updates and that lies on several of them.
-    boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step, padding
-        included.
+    packed: see ``scheme.is_packed``.
+    needs_full_gradient: True if several ranks need its full gradient, which DeepSpeed therefore
+        all-reduces: a matrix that Muon updates and that lies on several ranks.
+    boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step, with
+        padding.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
-    packed: bool = False  # see ``scheme.is_packed``
+    packed: bool = False
     needs_full_gradient: bool = False
     boundary: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommVolume:
-    """Volumes in bytes per parameter. See [Note: bytes per parameter].
+    """The volume of a scheme, in bytes per parameter. See [Note: bytes per parameter].
 
-    weights: one exchange of all weights between nodes, or of a gather over all ranks.
-    weights_most: the same at most, more only where the length of messages depends on the weights.
-    gradients: one reduction of all gradients between nodes, or over all ranks (direct).
+    numel: elements of the model.
+    weights: one exchange of all weights between nodes, or one gather over all ranks.
+    gradients: one reduction of all gradients between nodes, or over all ranks.
     summed: one reduction of the gradients that DeepSpeed all-reduces itself, in every micro-step.
-    boundary: what DeepSpeed gathers for Muon once per optimizer step, exactly.
-    weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
-    routes: what was priced.
-    kept: why parameters are not quantized, reason -> number of tensors.
-    full_precision_share: part of weights + gradients bytes that no quantizer touches.
-    memory: what the scheme keeps on every rank between steps. partial_sums: what it keeps besides
-        while gradients accumulate, if they cross once.
-    gathers: of an element under ZeRO-3, in a micro-step. trained: share of the elements.
+    boundary: gathers of DeepSpeed for Muon, in full precision, once per optimizer step.
+    weights_intra: one gather from the node shard.
+    gradients_intra: one reduction inside the nodes.
+    routes: the routes that have this volume.
+    full_precision_share: share of the weights and gradients bytes in full precision.
+    kept: number of tensors that are not quantized, by reason.
+    memory: bytes that every rank keeps between steps.
+    partial_sums: bytes that every rank keeps while gradients accumulate, if they cross once.
+    gathers: gathers of every element in a micro-step, under ZeRO-3.
+    trained: share of the elements that are trained.
+    weights_most: maximum of ``weights``; larger only if message lengths depend on the weights.
     """
 
     numel: int
@@ -86,22 +92,24 @@ class CommVolume:
 
     @property
     def crosses_once(self) -> bool:
-        """Whether gradients cross between nodes once per optimizer step, not per micro-step."""
+        """Return True if gradients cross between nodes once per optimizer step."""
         return self.routes.gradients().waits
 
     @property
     def varies(self) -> bool:
-        """Whether the length of messages depends on the weights."""
+        """Return True if message lengths depend on the weights."""
         return self.weights_most > self.weights
 
     def volumes(
         self, stage: int, *, micro_steps: int, most: bool = False
     ) -> dict[str, tuple[float, float]]:
-        """Bytes per parameter and optimizer step by role: between nodes, or over all ranks with one
-        level, and those that stay inside a node (gathers from the node shard, the first hop).
+        """Return (inter-node, intra-node) bytes per parameter and optimizer step by role.
 
-        ZeRO-3 gathers and reduces in every micro-step; ZeRO-2 reduces per micro-step and ZeRO-1
-        once per step, both gather the updated weights once. ``most``: at most.
+        With one level the first are those over all ranks. ZeRO-3 gathers and reduces in every
+        micro-step; ZeRO-2 reduces per micro-step and ZeRO-1 once per step, both gather the updated
+        weights once.
+
+        most: True for the maximum, if message lengths depend on the weights.
         """
         gathers = self.step_gathers(stage, micro_steps)
         reductions = self.reductions(stage, micro_steps)
@@ -114,54 +122,96 @@ class CommVolume:
         }
 
     def step_bytes(self, stage: int, *, micro_steps: int = 1, most: bool = False) -> float:
-        """Bytes per parameter and optimizer step between nodes, or over all ranks with one level;
-        ``most``: at most.
+        """Return the bytes per parameter and optimizer step between nodes, or over all ranks with
+        one level. ``most`` as of ``volumes``.
         """
         volumes = self.volumes(stage, micro_steps=micro_steps, most=most).values()
         return sum(outer for outer, _ in volumes) + self.exact_bytes(stage, micro_steps)
 
     def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
-        """Bytes per parameter and optimizer step that stay inside a node."""
+        """Return the bytes per parameter and optimizer step inside a node."""
         volumes = self.volumes(stage, micro_steps=micro_steps).values()
         return sum(inner for _, inner in volumes)
 
     def exact_bytes(self, stage: int, micro_steps: int) -> float:
-        """What DeepSpeed sends itself of gradients and for Muon, in an optimizer step."""
+        """Return the bytes per parameter and optimizer step of gradients that DeepSpeed sends
+        itself, and of its gathers for Muon.
+        """
         return self.reductions(stage, micro_steps) * self.summed + self.boundary
 
     def step_gathers(self, stage: int, micro_steps: int) -> float:
-        """How often an optimizer step gathers the weights."""
+        """Return how often an optimizer step gathers the weights."""
         return times(weights_per(stage), micro_steps=micro_steps, gathers=self.gathers)
 
     def reductions(self, stage: int, micro_steps: int) -> float:
-        """How often an optimizer step reduces gradients."""
+        """Return how often an optimizer step reduces gradients."""
         return times(gradients_per(stage), micro_steps=micro_steps, gathers=self.gathers)
 
     def received(self, stage: int, *, micro_steps: int) -> dict[str, dict[str, float]]:
-        """Bytes into one rank per step, on average over the ranks, by role and link."""
-        nodes, node_size = self.routes.nodes, self.routes.node_size
-        away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
-        found = {}
+        """Return the bytes into one rank per step, on average over the ranks, by role and link."""
+        nodes = self.routes.nodes
+        node_size = self.routes.node_size
+        inter_share = (1 - 1 / nodes) / node_size
+        intra_share = 1 - 1 / node_size
         volumes = self.volumes(stage, micro_steps=micro_steps)
-        flat = self.exact_bytes(stage, micro_steps)
-        if self.routes.stock_gradients:  # DeepSpeed's all-reduce
-            flat += volumes["gradients"][0]
+        stock_volume = self.exact_bytes(stage, micro_steps)
+        if self.routes.stock_gradients:
+            stock_volume += volumes["gradients"][0]
             volumes["gradients"] = (0.0, 0.0)
+        received: dict[str, dict[str, float]] = {}
         for role, (outer, inner) in volumes.items():
-            if nodes == 1:  # then the volume over all ranks stays inside
-                outer, inner = 0.0, outer
-            found[role] = {"intra": inner * near * self.numel, "inter": outer * away * self.numel}
-        ring = flat * (1 - 1 / (nodes * node_size)) * self.numel
-        crossing = ring / node_size if nodes > 1 else 0.0  # one rank of a node hears from another
-        found["gradients"]["intra"] += ring - crossing
-        found["gradients"]["inter"] += crossing
-        return found
+            if nodes == 1:  # the volume over all ranks stays inside the node
+                inner = outer
+                outer = 0.0
+            received[role] = {
+                "intra": inner * intra_share * self.numel,
+                "inter": outer * inter_share * self.numel,
+            }
+        ring = stock_volume * (1 - 1 / (nodes * node_size)) * self.numel
+        ring_inter = 0.0
+        if nodes > 1:  # one rank of a node receives from another node
+            ring_inter = ring / node_size
+        received["gradients"]["intra"] += ring - ring_inter
+        received["gradients"]["inter"] += ring_inter
+        return received
 
     def received_per_node(self, stage: int, *, micro_steps: int) -> float:
-        """Bytes per parameter and step into one node from the others; into a rank of one node."""
-        link, ranks = ("intra", 1) if self.routes.nodes == 1 else ("inter", self.routes.node_size)
-        roles = self.received(stage, micro_steps=micro_steps).values()
-        return ranks * sum(links[link] for links in roles) / max(1, self.numel)
+        """Return the bytes per parameter and step into one node from the others; on one node, into
+        one rank.
+        """
+        if self.routes.nodes == 1:
+            link = "intra"
+            ranks = 1
+        else:
+            link = "inter"
+            ranks = self.routes.node_size
+        by_role = self.received(stage, micro_steps=micro_steps).values()
+        return ranks * sum(by_link[link] for by_link in by_role) / max(1, self.numel)
+
+
+# ---- volume of a model ----
+
+
+@dataclass
+class _Totals:
+    """Sums over the parameters of a model: elements, and wire bytes as in ``CommVolume``.
+
+    reduced_numel: elements of gradients that this plugin reduces.
+    full_precision: bytes in full precision, of those that cross between nodes.
+    """
+
+    numel: int = 0
+    trained_numel: int = 0
+    reduced_numel: int = 0
+    weights: int = 0
+    weights_most: int = 0
+    weights_intra: int = 0
+    gradients: int = 0
+    gradients_intra: int = 0
+    summed: int = 0
+    boundary: float = 0
+    full_precision: float = 0
+    memory: int = 0
 
 
 def comm_volume(
@@ -177,102 +227,143 @@ def comm_volume(
 ) -> CommVolume:
     """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
 
-    ``node_size``: ranks per node, None for one node. ``stock_gradients``: gradients take
-    DeepSpeed's own exact path, an all-reduce. ``gathers``: under ZeRO-3, in a micro-step.
+    node_size: ranks per node, None for one node.
+    stock_gradients: True if gradients take DeepSpeed's own full-precision all-reduce.
+    gathers: gathers of every element in a micro-step, under ZeRO-3.
     """
     node_size = node_size or ranks
     routes = Routes(
-        scheme=scheme, stage=stage, nodes=ranks // node_size, node_size=node_size,
+        scheme=scheme,
+        stage=stage,
+        nodes=ranks // node_size,
+        node_size=node_size,
         stock_gradients=stock_gradients,
-    )  # fmt: skip
-    total: Counter[str] = Counter()
+    )
+    totals = _Totals()
     kept: Counter[str] = Counter()
-    for item in param_specs:
-        if stage < 3 and not item.trainable:
+    for spec in param_specs:
+        if stage < 3 and not spec.trainable:
             continue
-        total["numel"] += torch.Size(item.shape).numel()
-        reason = _kept_reason(scheme, item)
+        reason = _kept_reason(scheme, spec)
         if reason is not None:
             kept[reason] += 1
-        elif item.needs_full_gradient:
+        elif spec.needs_full_gradient:
             kept["Muon gradients on several ranks"] += 1
-        total.update(_weight_bytes(routes, item))
-        if item.trainable:
-            total.update(_gradient_bytes(routes, item, gradient_dtype))
-            exact = item.boundary * torch.Size(item.shape).numel()
-            total.update(boundary=exact, plain=exact)
-        trained = torch.Size(item.shape).numel() * item.trainable
-        total.update(trained=trained, partial_sums=0 if item.needs_full_gradient else trained)
-    numel = max(1, total["numel"])
-    sent = ("weights", "gradients", "summed", "boundary")
+        _add_param(totals, routes, spec, gradient_dtype)
+    numel = max(1, totals.numel)
+    sent = totals.weights + totals.gradients + totals.summed + totals.boundary
+    partial_sums = 0.0
+    if routes.gradients().waits:
+        partial_sums = FP32_BYTES * totals.reduced_numel / numel / node_size
     return CommVolume(
-        numel=total["numel"],
-        **{field: total[field] / numel for field in (*sent, *_MORE)},
+        numel=totals.numel,
+        weights=totals.weights / numel,
+        gradients=totals.gradients / numel,
+        summed=totals.summed / numel,
+        boundary=totals.boundary / numel,
+        weights_intra=totals.weights_intra / numel,
+        gradients_intra=totals.gradients_intra / numel,
         routes=routes,
-        partial_sums=FP32 * total["partial_sums"] / numel / node_size
-        if routes.gradients().waits
-        else 0.0,
-        full_precision_share=total["plain"] / max(1, sum(total[field] for field in sent)),
+        full_precision_share=totals.full_precision / max(1, sent),
         kept=dict(kept),
+        memory=totals.memory / numel,
+        partial_sums=partial_sums,
         gathers=gathers,
-        trained=total["trained"] / numel if total["numel"] else 1.0,
+        trained=totals.trained_numel / numel if totals.numel else 1.0,
+        weights_most=totals.weights_most / numel,
     )
 
 
-def _kept_reason(scheme: Scheme, item: ParamSpec) -> str | None:
-    """Why a parameter stays in full precision in a role that has a codec."""
-    reason = scheme.skip_reason(item.name, item.shape, item.dtype, packed=item.packed)
-    if not scheme.lossless or item.dtype not in FLOATS:
+def _add_param(
+    totals: _Totals, routes: Routes, spec: ParamSpec, gradient_dtype: torch.dtype
+) -> None:
+    """Add the bytes of one parameter, in all roles, to the totals."""
+    numel = torch.Size(spec.shape).numel()
+    totals.numel += numel
+    _add_weights(totals, routes, spec, numel)
+    if not spec.trainable:
+        return
+    totals.trained_numel += numel
+    _add_gradients(totals, routes, spec, numel, gradient_dtype)
+    if not spec.needs_full_gradient:
+        totals.reduced_numel += numel
+    boundary = spec.boundary * numel
+    totals.boundary += boundary
+    totals.full_precision += boundary
+
+
+def _kept_reason(scheme: Scheme, spec: ParamSpec) -> str | None:
+    """Return why a parameter stays in full precision in a role that has a codec, or None."""
+    reason = scheme.skip_reason(spec.name, spec.shape, spec.dtype, packed=spec.packed)
+    if not scheme.lossless or spec.dtype not in FLOATS:
         return reason
-    if not scheme.sends_lossless(item.dtype):
+    if not scheme.sends_lossless(spec.dtype):
         return "fp32 weights"
-    return None if scheme.gradients is None else reason  # lossless differences leave none out
+    if scheme.gradients is None:
+        return None  # lossless differences skip no parameter
+    return reason
 
 
-def _weight_bytes(routes: Routes, item: ParamSpec) -> Counter[str]:
-    numel, dtype = torch.Size(item.shape).numel(), item.dtype
-    if dtype not in FLOATS:  # such as an int8 base: DeepSpeed gathers it
+def _is_quantized(routes: Routes, spec: ParamSpec, dtype: torch.dtype) -> bool:
+    scheme = routes.scheme
+    return scheme.skip_reason(spec.name, spec.shape, dtype, packed=spec.packed) is None
+
+
+def _add_weights(totals: _Totals, routes: Routes, spec: ParamSpec, numel: int) -> None:
+    dtype = spec.dtype
+    if dtype not in FLOATS:  # such as int8 weights of a frozen base: DeepSpeed gathers them
         nbytes = numel * dtype.itemsize
-        return Counter(weights=nbytes, weights_most=nbytes, plain=nbytes)
-    reason = routes.scheme.skip_reason(item.name, item.shape, dtype, packed=item.packed)
-    quantized = reason is None
-    route = routes.weights(dtype=dtype, quantized=quantized, trained=item.trainable)
-    found = _hop_bytes("weights", routes, route, numel, dtype)
+        totals.weights += nbytes
+        totals.weights_most += nbytes
+        totals.full_precision += nbytes
+        return
+    route = routes.weights(
+        dtype=dtype, quantized=_is_quantized(routes, spec, dtype), trained=spec.trainable
+    )
+    for hop in route.hops:
+        most = nbytes = _hop_bytes(routes, route, hop, numel, dtype)
+        if hop.lossless:
+            nbytes = ceil_div(round(numel * LOSSLESS_BITS), 8)
+        if hop.level == "intra":
+            totals.weights_intra += nbytes
+            continue
+        totals.weights += nbytes
+        totals.weights_most += most
+        if hop.is_full_precision:
+            totals.full_precision += nbytes
     if routes.keeps_shard:
-        found["memory"] = routes.nodes * ceil_div(numel, routes.ranks) * dtype.itemsize
-    return found
+        totals.memory += routes.nodes * ceil_div(numel, routes.ranks) * dtype.itemsize
 
 
-def _gradient_bytes(routes: Routes, item: ParamSpec, dtype: torch.dtype) -> Counter[str]:
-    numel = torch.Size(item.shape).numel()
-    reason = routes.scheme.skip_reason(item.name, item.shape, dtype, packed=item.packed)
-    route = routes.gradients(quantized=reason is None)
-    if item.needs_full_gradient or not route.hops:  # DeepSpeed's all-reduce
+def _add_gradients(
+    totals: _Totals, routes: Routes, spec: ParamSpec, numel: int, dtype: torch.dtype
+) -> None:
+    route = routes.gradients(quantized=_is_quantized(routes, spec, dtype))
+    if spec.needs_full_gradient or not route.hops:  # DeepSpeed's all-reduce
         nbytes = 2 * numel * dtype.itemsize
-        return Counter(
-            {"summed" if item.needs_full_gradient else "gradients": nbytes, "plain": nbytes}
-        )
-    return _hop_bytes("gradients", routes, route, numel, dtype)
+        totals.full_precision += nbytes
+        if spec.needs_full_gradient:
+            totals.summed += nbytes
+        else:
+            totals.gradients += nbytes
+        return
+    for hop in route.hops:
+        nbytes = _hop_bytes(routes, route, hop, numel, dtype)
+        if hop.level == "intra":
+            totals.gradients_intra += nbytes
+            continue
+        totals.gradients += nbytes
+        if hop.is_full_precision:
+            totals.full_precision += nbytes
 
 
-def _hop_bytes(
-    role: str, routes: Routes, route: Route, numel: int, dtype: torch.dtype
-) -> Counter[str]:
-    """Bytes of a parameter on all hops, in as many rows as it has shards."""
+def _hop_bytes(routes: Routes, route: Route, hop: Hop, numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter on a hop, in as many rows as it has shards."""
     shards = routes.ranks if routes.stage == 3 else 1
     width = ceil_div(numel, shards)
     if route.rotation is not None:
         width = round_up(width, route.rotation.block)
-    found: Counter[str] = Counter()
-    for hop in route.hops:
-        most = nbytes = shards * hop.sends(dtype).wire_bytes(width)
-        if hop.lossless:
-            nbytes = ceil_div(round(numel * LOSSLESS_BITS), 8)
-        if hop.level == "intra":
-            found[f"{role}_intra"] += nbytes
-            continue
-        found.update({role: nbytes, f"{role}_most": most, "plain": nbytes * hop.is_full_precision})
-    return found
+    return shards * hop.sends(dtype).wire_bytes(width)
 
 
 def stock_bytes(
@@ -283,17 +374,25 @@ def stock_bytes(
     gathers: float = 2.0,
     trained: float = 1,
 ) -> float:
-    """The same volume for DeepSpeed as shipped, which all-reduces gradients under ZeRO-1 and 2."""
+    """Return the volume of DeepSpeed without the plugin, which all-reduces gradients under ZeRO-1
+    and 2. Bytes per parameter and optimizer step.
+    """
     if stage == 3:
         return (gathers + trained) * dtype.itemsize * micro_steps
     return dtype.itemsize * (1.0 + 2.0 * (micro_steps if stage == 2 else 1))
 
 
+# ---- seconds ----
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where a step runs. Rates in bytes per second: ``link`` into one node, ``intra_link`` into
-    one rank from its node; ``encode``: parameters that a rank encodes or decodes per second;
-    ``latency``: seconds of one collective.
+    """The nodes and links of a step.
+
+    link: bytes per second into one node.
+    intra_link: bytes per second into one rank from its node.
+    encode: parameters that a rank encodes or decodes per second.
+    latency: seconds of one collective.
     """
 
     nodes: int
@@ -307,13 +406,17 @@ class Cluster:
 def seconds(
     cluster: Cluster, numel: int, *, inter: float, intra: float, encoded: float, collectives: float
 ) -> dict[str, float]:
-    """Seconds of a step's messages, nothing hidden, by what takes them.
+    """Return the seconds of a step's messages by cause, nothing hidden.
 
-    A link carries its volume less the share that is already there, see [Note: bytes per parameter];
-    hops do not overlap each other. encoded: how often every parameter is.
+    A link carries the volume less the share that is already there, see [Note: bytes per parameter].
+    Hops do not overlap each other.
+
+    inter, intra: volumes between nodes and inside them.
+    encoded: how often every parameter is encoded or decoded.
     """
-    if cluster.nodes == 1:  # then the volume over all ranks stays inside
-        inter, intra = 0.0, inter
+    if cluster.nodes == 1:  # the volume over all ranks stays inside the node
+        intra = inter
+        inter = 0.0
     return {
         "link between nodes": numel * inter * (1 - 1 / cluster.nodes) / cluster.link,
         "links inside a node": numel * intra * (1 - 1 / cluster.node_size) / cluster.intra_link,

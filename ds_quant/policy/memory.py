@@ -1,12 +1,14 @@
 """Predict the peak memory of the plugin's messages and sums in a step.
 
-[Note: what is counted] Buffers of one rank that DeepSpeed alone would not have, apart from what a
-scheme keeps between steps. Of gradients: the messages of a bucket on every hop, fp32 copies of the
-own contributions and the fp32 sums; under ZeRO-1/2 a rank may own all of a bucket, whose sums are
-then delivered. Of weights: under ZeRO-1/2 two windows of ``allgather_bucket_size``, one being
-decoded and one on its way; under ZeRO-3 the message of the largest gather, and what is under way
-into the node shard. Buffers are added up as if none was used again within its phase; the phase that
-takes most counts. CUDA's allocator holds somewhat more.
+[Note: counted buffers] Buffers of one rank that DeepSpeed alone would not have, without the memory
+that a scheme keeps between steps.
+Gradients: the messages of a bucket on every hop, fp32 copies of the own contributions and the fp32
+sums. Under ZeRO-1/2 a rank may own all of a bucket, whose sums are then delivered.
+Weights under ZeRO-1/2: two windows of ``allgather_bucket_size``, one being decoded and one in
+flight. Under ZeRO-3: the message of the largest gather, and the messages in flight into the node
+shard.
+No reuse within a phase is assumed; the peak is the maximum over the phases. CUDA's allocator holds
+somewhat more.
 """
 
 from __future__ import annotations
@@ -15,24 +17,20 @@ from dataclasses import dataclass
 
 from ds_quant.comm.lossless_gather import MOST_NUMEL as MOST_EXACT_NUMEL
 from ds_quant.comm.reduction_plan import Slicing
-from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import FP32, CommVolume
-
-BUCKETS_AHEAD = 2  # of gradients, under way on the CPU: one between nodes, one inside
-# The messages of an exchange with the node shard: how many are on their way, and own elements of
-# each: an eighth of all, as far as that is neither so little that a message's latency counts nor
-# more than memory should hold.
-EXCHANGED_AT_ONCE = 16
-CHUNKS, LEAST_NUMEL, MOST_NUMEL = 8, 1 << 18, 1 << 21
+from ds_quant.kernels.wire import FP32_BYTES, ceil_div
+from ds_quant.policy.cost import CommVolume
+from ds_quant.policy.in_flight import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Elements that decide. bucket, window, prefetch: DeepSpeed's reduce_bucket_size,
-    allgather_bucket_size and stage3_prefetch_bucket_size.
+    """The sizes that decide the peak, in elements.
 
-    trained, largest: parameters that are trained, and the largest of all. under_way: buckets at
-    once. offloaded: the node shard is in host memory, and what a gather sends of it is copied.
+    trained: of all trained parameters. largest: of the largest parameter.
+    bucket, window, prefetch: DeepSpeed's reduce_bucket_size, allgather_bucket_size and
+        stage3_prefetch_bucket_size.
+    under_way: buckets in flight at once.
+    offloaded: True if the node shard is in host memory; a gather then copies its rows.
     """
 
     trained: int
@@ -47,7 +45,7 @@ class Sizes:
 
 
 def peak_bytes(comm_volume: CommVolume, sizes: Sizes) -> float:
-    """See [Note: what is counted]."""
+    """Return the peak in bytes. See [Note: counted buffers]."""
     routes = comm_volume.routes
     if routes.ranks == 1 or not comm_volume.numel:
         return 0.0
@@ -58,71 +56,87 @@ def peak_bytes(comm_volume: CommVolume, sizes: Sizes) -> float:
 
 
 def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
-    """Bytes of the largest bucket, times the buckets in flight."""
-    trained, routes = sizes.trained, comm_volume.routes
-    ranks, nodes, node_size = routes.ranks, routes.nodes, routes.node_size
+    """Return the bytes of the largest bucket, times the buckets in flight."""
+    trained = sizes.trained
     if not trained:
         return 0.0
+    routes = comm_volume.routes
+    ranks = routes.ranks
+    nodes = routes.nodes
+    node_size = routes.node_size
     bucket = min(trained, max(sizes.bucket, sizes.largest))
-    outer = comm_volume.gradients * comm_volume.numel / trained
-    first = (
-        comm_volume.gradients_intra * comm_volume.numel / trained if routes.two_levels else outer
-    )
-    # The most that one rank owns of it and that one rank sums: evenly over the ranks or, under
-    # ZeRO-1/2, over those of one node.
+    # Bytes per element on the last and on the first hop.
+    last_hop = comm_volume.gradients * comm_volume.numel / trained
+    first_hop = last_hop
+    if routes.two_levels:
+        first_hop = comm_volume.gradients_intra * comm_volume.numel / trained
+    # Most elements of the bucket that one rank owns, and that one rank sums: evenly over the ranks
+    # or, under ZeRO-1/2, over those of one node.
     even = bucket / ranks
     owned = even if routes.stage == 3 else min(bucket, trained / ranks)
     summed = even
     if routes.stage < 3 and routes.two_levels:
         summed = min(bucket, trained / nodes) / node_size
     if routes.two_levels:
-        near, share = 1 - 1 / node_size, bucket / node_size
-        hops = 2 * near * bucket * first + share * FP32
-        hops += (1 - 1 / nodes) * share * outer + (nodes - 1) * summed * outer
-        hops += summed * FP32
-        hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
+        near = 1 - 1 / node_size
+        share = bucket / node_size
+        messages = 2 * near * bucket * first_hop + share * FP32_BYTES
+        messages += (1 - 1 / nodes) * share * last_hop + (nodes - 1) * summed * last_hop
+        messages += summed * FP32_BYTES
+        messages *= min(1.0, 2 / sizes.slicing.slices(bucket))
     elif any(hop.full_precision_own for hop in routes.gradients().hops):
-        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * FP32
+        messages = 2 * (1 - 1 / ranks) * bucket * first_hop + summed * FP32_BYTES
     else:
-        hops = 2 * bucket * first
-    sums = owned * FP32
+        messages = 2 * bucket * first_hop
+    sums = owned * FP32_BYTES
     if owned > summed:  # delivered in 8 bits at least
-        sums += summed * FP32 + (owned + summed) * max(1.0, outer)
-    in_all = min(sizes.under_way, ceil_div(trained, bucket))
-    return in_all * (hops + sums)
+        sums += summed * FP32_BYTES + (owned + summed) * max(1.0, last_hop)
+    buckets = min(sizes.under_way, ceil_div(trained, bucket))
+    return buckets * (messages + sums)
 
 
 def _window(comm_volume: CommVolume, sizes: Sizes) -> float:
-    forwarded = 1 / comm_volume.routes.node_size if comm_volume.routes.two_levels else 0.0
-    if (
-        comm_volume.varies
-    ):  # all own messages stand encoded; see [Note: lengths] of comm/lossless_gather.py
-        window = min(comm_volume.numel, sizes.window, MOST_EXACT_NUMEL * comm_volume.routes.ranks)
-        messages = window * (1 + forwarded) * min(2, ceil_div(comm_volume.numel, window))
-        return (comm_volume.numel / comm_volume.routes.ranks + messages) * comm_volume.weights_most
-    window = min(comm_volume.numel, sizes.window)
-    message = window * comm_volume.weights * (1 + 1 / comm_volume.routes.ranks + forwarded)
-    return message * min(2, ceil_div(comm_volume.numel, window))
+    """Return the bytes of two windows of weights, under ZeRO-1/2."""
+    numel = comm_volume.numel
+    ranks = comm_volume.routes.ranks
+    forwarded = _forwarded_share(comm_volume)
+    if comm_volume.varies:
+        # All own messages are encoded at once; see [Note: lengths] of comm/lossless_gather.py.
+        window = min(numel, sizes.window, MOST_EXACT_NUMEL * ranks)
+        messages = window * (1 + forwarded) * min(2, ceil_div(numel, window))
+        return (numel / ranks + messages) * comm_volume.weights_most
+    window = min(numel, sizes.window)
+    message = window * comm_volume.weights * (1 + 1 / ranks + forwarded)
+    return message * min(2, ceil_div(numel, window))
 
 
 def _gather(comm_volume: CommVolume, sizes: Sizes) -> float:
+    """Return the bytes of the largest gather of ZeRO-3."""
+    routes = comm_volume.routes
     gathered = max(sizes.largest, min(sizes.prefetch, comm_volume.numel))
-    if comm_volume.routes.keeps_shard:
+    if routes.keeps_shard:
         copies = comm_volume.memory if sizes.offloaded else 0.0
-        return gathered * (
-            comm_volume.weights_intra * (1 + 1 / comm_volume.routes.node_size) + copies
-        )
-    forwarded = 1 / comm_volume.routes.node_size if comm_volume.routes.two_levels else 0.0
-    return gathered * comm_volume.weights * (1 + 1 / comm_volume.routes.ranks + forwarded)
+        return gathered * (comm_volume.weights_intra * (1 + 1 / routes.node_size) + copies)
+    forwarded = _forwarded_share(comm_volume)
+    return gathered * comm_volume.weights * (1 + 1 / routes.ranks + forwarded)
+
+
+def _forwarded_share(comm_volume: CommVolume) -> float:
+    """Return the share of a gather that a rank receives from other nodes and forwards."""
+    routes = comm_volume.routes
+    return 1 / routes.node_size if routes.two_levels else 0.0
 
 
 def _exchange(comm_volume: CommVolume, sizes: Sizes) -> float:
-    """Bytes of the exchange into the node shard: own elements sent, and as many from every node."""
-    if not comm_volume.routes.keeps_shard:
+    """Return the bytes of the exchange into the node shard: a rank sends own elements and receives
+    as many from every node.
+    """
+    routes = comm_volume.routes
+    if not routes.keeps_shard:
         return 0.0
-    own = sizes.trained / comm_volume.routes.ranks
-    message = min(max(own / CHUNKS, LEAST_NUMEL), MOST_NUMEL)
-    at_once = min(own, EXCHANGED_AT_ONCE * message)
+    own = sizes.trained / routes.ranks
+    chunk = min(max(own / CHUNKS, LEAST_NUMEL), MOST_NUMEL)
+    in_flight = min(own, EXCHANGED_AT_ONCE * chunk)
     if comm_volume.varies:
-        return (own + at_once * comm_volume.routes.nodes) * comm_volume.weights_most
-    return at_once * (1 + comm_volume.routes.nodes) * comm_volume.weights
+        return (own + in_flight * routes.nodes) * comm_volume.weights_most
+    return in_flight * (1 + routes.nodes) * comm_volume.weights

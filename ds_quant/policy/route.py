@@ -1,8 +1,13 @@
 """Decide which codec a tensor takes on every hop of its collective, and how often a hop runs.
 
-The only place that decides it: what sends (zero), what prices (cost, memory, autotune) and what
-compiles kernels (zero/warmup.py) read it here. It knows nothing but facts that all ranks share, so
-that the ranks agree without asking each other.
+level  the ranks of one exchange: "intra" (of a node), "inter" (of equal local rank in every node),
+       "flat" (of the process group)
+hop    one exchange of a collective on one level, with its codec
+route  the hops of one collective
+
+The decision is made only here; communication (zero), prices (cost, memory, autotune) and the
+compilation of kernels (zero/warmup.py) read it. It depends on facts that all ranks share, so the
+ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -20,24 +25,24 @@ from ds_quant.policy.scheme import Scheme
 Level = Literal["intra", "inter", "flat"]
 Per = Literal["gather", "micro_step", "step"]
 
-# Nodes have signs of their own with so few bits, and from so many nodes on: errors of fewer
-# messages have little to average out, and each is rotated back by itself.
-OWN_SIGNS_BITS, OWN_SIGNS_NODES = 3, 4
+# Nodes have signs of their own with at most so many bits, and from so many nodes on. The error of
+# few bits is large; over fewer nodes it averages out too little to pay for rotating back each
+# message alone.
+OWN_SIGNS_BITS = 3
+OWN_SIGNS_NODES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
     """One exchange of a collective.
 
-    level: among the ranks of a node, those of one place in every node, or all of a process group.
-    codec: None for full precision, which is the dtype that is sent.
+    codec: None for full precision, in the dtype of the values.
     per: the hop runs once per gather of ZeRO-3, micro-step or optimizer step.
-    inner: whether ``codec`` is the scheme's for exchanges inside a node.
-    full_precision_own: a rank adds its own contribution as it is, which needs no place in a
-        message.
-    forwards: rows are sent on as the hop before has brought them.
-    difference: what is sent is added to what every receiver holds; lossless: exactly, in as many
-        bits as that takes.
+    inner: True if ``codec`` is the scheme's codec for exchanges inside a node.
+    full_precision_own: True if a rank adds its own contribution as it is, without a message.
+    forwards: True if the hop forwards the rows of the hop before, still encoded.
+    difference: True if receivers add the decoded values to the values that they hold.
+    lossless: True if the difference is exact, in as many bits as that takes.
     """
 
     level: Level
@@ -51,22 +56,27 @@ class Hop:
 
     @property
     def is_full_precision(self) -> bool:
-        """Whether it sends values in their own dtype."""
+        """Return True if values are sent in their own dtype."""
         return self.codec is None and not self.lossless
 
     def sends(self, dtype: torch.dtype) -> Codec:
-        """Codec of values of ``dtype``. Raises ``ValueError`` unless that is fp32, bf16 or fp16."""
-        return CastCodec(dtype) if self.codec is None else self.codec
+        """Return the codec of values of ``dtype``; ValueError for one that codecs do not take."""
+        if self.codec is None:
+            return CastCodec(dtype)
+        return self.codec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The hops of one collective, in their order; none where DeepSpeed's own is used, and for
-    frozen weights that every rank keeps.
+    """The hops of one collective, in order.
 
-    rotation: of gradients, around all hops; its sign flips are left out.
-    flips: whether there are any; OWN_SIGNS: every sender of the last hop has its own.
-    delivery: of gradients under ZeRO-1 and 2, brings sums to an owner that did not add them up.
+    There are none if DeepSpeed's own collective is used, and for frozen weights of which every rank
+    keeps a copy.
+
+    rotation: of gradients, around all hops; without its sign flips.
+    flips: 0 for no sign flips, 1 for the same signs on all ranks, OWN_SIGNS for signs of every
+        sender of the last hop.
+    delivery: of gradients under ZeRO-1 and 2, sends sums to an owner that did not add them up.
     """
 
     hops: tuple[Hop, ...]
@@ -76,18 +86,21 @@ class Route:
 
     @property
     def is_full_precision(self) -> bool:
-        """Whether everything is sent in full precision."""
+        """Return True if all hops send full precision."""
         return all(hop.is_full_precision for hop in self.hops)
 
     @property
     def waits(self) -> bool:
-        """Whether what the first hop has summed waits for the last micro-step."""
+        """Return True if the sums of the first hop are kept until the last micro-step."""
         return len({hop.per for hop in self.hops}) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """The routes of one run. stock_gradients: they take DeepSpeed's own collective."""
+    """The routes of one run.
+
+    stock_gradients: True if gradients take DeepSpeed's own collective.
+    """
 
     scheme: Scheme
     stage: int
@@ -101,12 +114,12 @@ class Routes:
 
     @property
     def two_levels(self) -> bool:
-        """Whether there are several nodes of several ranks."""
+        """Return True if there are several nodes of several ranks."""
         return self.nodes > 1 and self.node_size > 1
 
     @property
     def keeps_shard(self) -> bool:
-        """Whether every node keeps the weights, sharded over its ranks."""
+        """Return True if every node keeps a copy of the weights, split over its ranks."""
         return self.stage == 3 and self.scheme.block.keeps_node_shard and self.nodes > 1
 
     def weights(
@@ -117,79 +130,151 @@ class Routes:
         trained: bool = True,
         full_world: bool = True,
     ) -> Route:
-        """Gather of a parameter's weights.
+        """Return the route of a gather of weights.
 
-        dtype: lossless differences depend on it, nothing else does. quantized: False for what the
-        scheme leaves in full precision. whole: whether the parameter's ranks are the world.
+        dtype: of the weights; only lossless differences depend on it.
+        quantized: False for a parameter that the scheme leaves in full precision.
+        trained: False for frozen weights.
+        full_world: True if the parameter's ranks are the world.
         """
-        scheme, outer, inner = self.scheme, None, None
+        outer_codec: Codec | None = None
+        inner_codec: Codec | None = None
         if quantized:
-            outer, inner = scheme.weights, scheme.weights_intra
-        per = weights_per(self.stage)
-        differs = scheme.difference and outer is not None
-        sends_lossless = dtype is not None and scheme.sends_lossless(dtype)
+            outer_codec = self.scheme.weights
+            inner_codec = self.scheme.weights_intra
         if self.keeps_shard and full_world:
-            level = "inter" if self.two_levels else "flat"
-            cross = Hop(
-                level=level, codec=outer, per="step", difference=differs, lossless=sends_lossless
-            )
-            spread = Hop(level="intra", codec=inner, per=per, inner=True)
-            hops = (cross,) if trained else ()
-            return Route(hops=(*hops, spread) if self.two_levels else hops)
-        # Nobody to exchange with: as from a node shard.
-        if self.stage == 3 and scheme.block.keeps_node_shard:
-            return Route(hops=(Hop(level="flat", codec=inner, per=per, inner=True),))
-        sends_lossless = sends_lossless and self.stage < 3  # elsewhere no reference is kept
-        hop = Hop(level="flat", codec=outer, per=per, difference=differs, lossless=sends_lossless)
+            return self._node_shard_weights(outer_codec, inner_codec, dtype, trained)
+        per = weights_per(self.stage)
+        if self.stage == 3 and self.scheme.block.keeps_node_shard:
+            # One node: gather with the intra codec, as from a node shard.
+            return Route(hops=(Hop(level="flat", codec=inner_codec, per=per, inner=True),))
+        difference = self.scheme.difference and outer_codec is not None
+        # Lossless differences need a reference, which ZeRO-1 and 2 keep.
+        lossless = self._is_lossless(dtype) and self.stage < 3
         if not (self.two_levels and full_world):
-            return Route(hops=(hop,))
-        return Route(hops=(replace(hop, level="inter"), replace(hop, level="intra", forwards=True)))
+            flat = Hop(
+                level="flat",
+                codec=outer_codec,
+                per=per,
+                difference=difference,
+                lossless=lossless,
+            )
+            return Route(hops=(flat,))
+        inter_node = Hop(
+            level="inter",
+            codec=outer_codec,
+            per=per,
+            difference=difference,
+            lossless=lossless,
+        )
+        return Route(hops=(inter_node, replace(inter_node, level="intra", forwards=True)))
+
+    def _node_shard_weights(
+        self,
+        outer_codec: Codec | None,
+        inner_codec: Codec | None,
+        dtype: torch.dtype | None,
+        trained: bool,
+    ) -> Route:
+        """Return the route of weights in a node shard: an exchange between the nodes after every
+        step, for trained weights, and gathers inside the node.
+        """
+        hops: list[Hop] = []
+        if trained:
+            exchange = Hop(
+                level="inter" if self.two_levels else "flat",
+                codec=outer_codec,
+                per="step",
+                difference=self.scheme.difference and outer_codec is not None,
+                lossless=self._is_lossless(dtype),
+            )
+            hops.append(exchange)
+        if self.two_levels:
+            gather = Hop(
+                level="intra",
+                codec=inner_codec,
+                per=weights_per(self.stage),
+                inner=True,
+            )
+            hops.append(gather)
+        return Route(hops=tuple(hops))
+
+    def _is_lossless(self, dtype: torch.dtype | None) -> bool:
+        return dtype is not None and self.scheme.sends_lossless(dtype)
 
     def sends_lossless(self, dtype: torch.dtype) -> bool:
-        """Whether weights of this dtype are sent as lossless differences."""
+        """Return True if weights of this dtype are sent as lossless differences."""
         return any(hop.lossless for hop in self.weights(dtype=dtype).hops)
 
     def gradients(self, *, quantized: bool = True, full_world: bool = True) -> Route:
-        """Reduction of a gradient; arguments as of ``weights``. With one level ``whole`` makes
-        no difference.
+        """Return the route of a reduction of a gradient; arguments as of ``weights``.
+
+        With one level ``full_world`` makes no difference.
         """
         if self.stock_gradients:
             return Route(hops=())
-        scheme, outer, inner = self.scheme, None, None
-        if quantized and scheme.gradients is not None:
-            outer, inner = scheme.gradients, scheme.gradients_intra or scheme.gradients
-        per = gradients_per(self.stage)
+        outer_codec: Codec | None = None
+        inner_codec: Codec | None = None
+        if quantized and self.scheme.gradients is not None:
+            outer_codec = self.scheme.gradients
+            inner_codec = self.scheme.gradients_intra or self.scheme.gradients
         if self.two_levels and full_world:
-            once = self.stage > 1 and scheme.block.gradients.cross == "step"
-            first = Hop(level="intra", codec=inner, per=per, inner=True, full_precision_own=True)
-            last = Hop(
-                level="inter", codec=outer, per="step" if once else per, full_precision_own=True
-            )
-            hops: tuple[Hop, ...] = (first, last)
+            hops = self._two_level_gradients(outer_codec, inner_codec)
         else:
-            # As published: SDP4Bit's variants gain from exact own contributions, QSDP has none.
-            full_precision_own, one_node = scheme.gradients_intra is not None, self.nodes == 1
-            codec = inner if one_node else outer
-            hops = (
-                Hop(
-                    level="flat",
-                    codec=codec,
-                    per=per,
-                    inner=one_node,
-                    full_precision_own=full_precision_own,
-                ),
-            )
-        block = scheme.block.gradients.rotation if outer is not None else 0
-        turned = {"rotation": Rotation(block=block), "flips": self._flips()} if block else {}
-        return Route(hops=hops, **turned, delivery=self._delivery(hops[-1]))
+            hops = (self._flat_gradients(outer_codec, inner_codec),)
+        delivery = self._delivery(hops[-1])
+        block = 0 if outer_codec is None else self.scheme.block.gradients.rotation
+        if not block:
+            return Route(hops=hops, delivery=delivery)
+        return Route(
+            hops=hops,
+            rotation=Rotation(block=block),
+            flips=self._flips(),
+            delivery=delivery,
+        )
+
+    def _two_level_gradients(
+        self, outer_codec: Codec | None, inner_codec: Codec | None
+    ) -> tuple[Hop, Hop]:
+        per = gradients_per(self.stage)
+        once = self.stage > 1 and self.scheme.block.gradients.cross == "step"
+        intra_node = Hop(
+            level="intra",
+            codec=inner_codec,
+            per=per,
+            inner=True,
+            full_precision_own=True,
+        )
+        inter_node = Hop(
+            level="inter",
+            codec=outer_codec,
+            per="step" if once else per,
+            full_precision_own=True,
+        )
+        return intra_node, inter_node
+
+    def _flat_gradients(self, outer_codec: Codec | None, inner_codec: Codec | None) -> Hop:
+        one_node = self.nodes == 1
+        return Hop(
+            level="flat",
+            codec=inner_codec if one_node else outer_codec,
+            per=gradients_per(self.stage),
+            inner=one_node,
+            # As published: SDP4Bit's variants gain from own contributions in full precision, QSDP
+            # has none.
+            full_precision_own=self.scheme.gradients_intra is not None,
+        )
 
     def _flips(self) -> int:
         gradients = self.scheme.block.gradients
-        given, few = gradients.rotation_signs, gradients.bits <= OWN_SIGNS_BITS
-        own = given == "node" and self.nodes > 1
-        if given is True and gradients.range == "gaussian" and few:
-            own = self.nodes >= OWN_SIGNS_NODES
-        return OWN_SIGNS if own else int(bool(given))
+        rotation_signs = gradients.rotation_signs
+        has_few_bits = gradients.bits <= OWN_SIGNS_BITS
+        own_signs = rotation_signs == "node" and self.nodes > 1
+        if rotation_signs is True and gradients.range == "gaussian" and has_few_bits:
+            own_signs = self.nodes >= OWN_SIGNS_NODES
+        if own_signs:
+            return OWN_SIGNS
+        return int(bool(rotation_signs))
 
     def _delivery(self, last: Hop) -> Hop | None:
         if self.stage == 3:
@@ -198,8 +283,10 @@ class Routes:
 
 
 def delivery_codec(codec: Codec | None) -> Codec | None:
-    """Return the codec of sums on their way to an owner: at least 8 bits, as its error is not
-    averaged over ranks. Gaussian levels need a rotation, and sums are no longer rotated.
+    """Return the codec of sums on their way to an owner.
+
+    It has at least 8 bits, because its error is not averaged over ranks. Gaussian levels need
+    rotated values, and sums are no longer rotated.
     """
     if not isinstance(codec, GroupCodec):
         return codec
@@ -209,15 +296,22 @@ def delivery_codec(codec: Codec | None) -> Codec | None:
 
 
 def weights_per(stage: int) -> Per:
-    """Return what weights are gathered once per; a node shard needs them less often."""
+    """Return how often weights are gathered; a node shard exchanges them less often."""
     return "gather" if stage == 3 else "step"
 
 
 def gradients_per(stage: int) -> Per:
-    """Return what gradients are reduced once per; they may wait between the nodes."""
+    """Return how often gradients are reduced; partial sums may cross between nodes less often."""
     return "step" if stage == 1 else "micro_step"
 
 
 def times(per: Per, *, micro_steps: int, gathers: float) -> float:
-    """Return how often a hop runs in an optimizer step. gathers: of ZeRO-3 in a micro-step."""
-    return {"step": 1.0, "micro_step": micro_steps, "gather": gathers * micro_steps}[per]
+    """Return how often a hop runs in an optimizer step.
+
+    gathers: gathers of every element in a micro-step, under ZeRO-3.
+    """
+    if per == "step":
+        return 1.0
+    if per == "micro_step":
+        return micro_steps
+    return gathers * micro_steps

@@ -1,8 +1,8 @@
-"""A scheme: the settings of a run and their codecs. Which codec goes where is decided in route.py.
+"""A scheme: the settings of a run and their codecs. route.py decides which codec goes where.
 
-Every decision uses only facts that all ranks share (name, shape, dtype of a parameter), so that
-the ranks agree without asking each other. Users get a scheme from the config block; making one
-by hand is meant for tests and research.
+Every decision uses only facts that all ranks share (name, shape, dtype of a parameter), so the
+ranks agree without communication. Users get a scheme from the config block; making one by hand is
+meant for tests and research.
 """
 
 from __future__ import annotations
@@ -21,40 +21,45 @@ from ds_quant.codec.module import load
 from ds_quant.config.errors import ConfigError, path_of
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import GradientsConfig, QuantizedCommConfig, WeightsConfig
+from ds_quant.kernels.batch import DTYPES
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what codecs take
-# What torch.compile and PEFT put into the names of the modules they wrap, at any depth.
+FLOATS = tuple(DTYPES)  # dtypes that codecs encode: fp32, bf16, fp16
+# Prefixes that torch.compile and PEFT add to the names of the modules they wrap, at any depth.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|base_model\.model)\.")
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether an ``exclude`` pattern means this parameter, as it is called or as it was called
-    before the model was wrapped.
+    """Return True if an ``exclude`` pattern matches a parameter's name, or its name before the
+    model was wrapped.
     """
     return fnmatchcase(name, pattern) or fnmatchcase(_WRAPPERS.sub("", name), pattern)
 
 
 def is_packed(parameter: torch.Tensor, module: torch.nn.Module | None) -> bool:
-    """Whether a parameter, which lies in ``module``, may hold bit patterns instead of numbers, such
-    as the 4-bit weights that bitsandbytes stores as bf16 (QLoRA). In doubt it does.
+    """Return True if the parameter may store packed bits; unknown subclasses count as packed.
+
+    For example, bitsandbytes stores 4-bit weights as bf16 (QLoRA).
+
+    module: the module of the parameter.
     """
-    return (
-        type(parameter).__module__.partition(".")[0] != "torch"
-        or getattr(parameter, "bnb_quantized", False)
-        or any(getattr(owner, "quant_state", None) is not None for owner in (parameter, module))
-        or hasattr(module, "W_q")
-    )
+    if type(parameter).__module__.partition(".")[0] != "torch":
+        return True
+    if getattr(parameter, "bnb_quantized", False):
+        return True
+    if any(getattr(owner, "quant_state", None) is not None for owner in (parameter, module)):
+        return True
+    return hasattr(module, "W_q")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """The settings of a run with the codecs that they name.
 
-    block: every setting; "autotune" is replaced by what it chose.
-    weights, gradients: the codec of each role; ``None`` is full precision. With two levels it is
-        the codec between nodes.
-    weights_intra: codec of gathers from the node shard, ``None`` for the weights' own dtype.
-    gradients_intra: codec of the hop inside a node; ``None``: that of ``gradients``.
+    block: every setting; "autotune" is replaced by the scheme that it chose.
+    weights, gradients: the codec of each role, between nodes if there are two levels; None: full
+        precision.
+    weights_intra: codec of gathers from the node shard; None: full precision.
+    gradients_intra: codec of the hop inside a node; None: that of ``gradients``.
     """
 
     block: QuantizedCommConfig
@@ -82,40 +87,41 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Of the preset."""
+        """Name of the preset."""
         return self.block.scheme
 
     @cached_property
     def difference(self) -> bool:
-        """Whether weights travel as their quantized difference to what everybody holds."""
+        """Return True if weights are sent as quantized differences to a reference."""
         return self.block.weights.differ
 
     @cached_property
     def lossless(self) -> bool:
-        """Whether weights of 16 bits travel as their exact difference to what everybody holds,
-        whatever they are called and however small.
+        """Return True if 16-bit weights of any name and size are sent as exact differences to a
+        reference.
         """
         return self.block.weights.exactly_differ
 
     @cached_property
     def level_steps(self) -> tuple[int, ...]:
-        """Optimizer steps after which weight levels are learned anew; none if uniform."""
+        """Optimizer steps after which weight levels are learned anew; empty if uniform."""
         weights = self.block.weights
-        learned = isinstance(self.weights, GroupCodec) and weights.levels == "learned"
-        return weights.level_steps if learned else ()
+        if isinstance(self.weights, GroupCodec) and weights.levels == "learned":
+            return weights.level_steps
+        return ()
 
     def sends_lossless(self, dtype: torch.dtype) -> bool:
-        """Whether weights of this dtype travel as lossless differences, wherever something is kept
-        that they can differ from.
+        """Return True if weights of this dtype are sent as lossless differences where a reference
+        is kept.
         """
         return self.lossless and dtype in (torch.bfloat16, torch.float16)
 
     def skip_reason(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, *, packed: bool = False
     ) -> str | None:
-        """Return why the parameter stays in full precision in every role, or ``None``.
+        """Return why the parameter stays in full precision in every role, or None.
 
-        ``packed``: its values may be bit patterns instead of numbers, see ``is_packed``.
+        packed: see ``is_packed``.
         """
         if packed:
             return "packed"
@@ -131,20 +137,22 @@ class Scheme:
 
 
 def _codec(role: WeightsConfig | GradientsConfig) -> Codec | None:
-    """The codec of a role."""
+    """Return the codec of a role; None: full precision."""
     if not role.enabled:
         return None
     if role.codec is not None:
         return load(role.codec)
-    fields = ("bits", "group_size", "range", "rounding", "levels")
-    given = {name: getattr(role, name) for name in fields if hasattr(role, name)}
-    if role.range == "gaussian":
-        given["rounding"] = "nearest"
-    return GroupCodec(**given)
+    return GroupCodec(
+        bits=role.bits,
+        group_size=role.group_size,
+        range=role.range,
+        rounding="nearest" if role.range == "gaussian" else role.rounding,
+        levels=role.levels if isinstance(role, WeightsConfig) else "uniform",
+    )
 
 
 def _inner_codec(role: WeightsConfig | GradientsConfig) -> GroupCodec | None:
-    """That of its exchanges inside a node, where it has one of its own."""
+    """Return the codec of a role inside a node; None: it has none of its own."""
     if not role.enabled or role.intra is None:
         return None
     return GroupCodec(

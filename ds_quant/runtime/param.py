@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_quant.codec.bound import BoundCodec, Rotation, full_precision
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.codec.levels import merge_levels, update_levels
-from ds_quant.comm.message import ShardRows
+from ds_quant.comm.node_rows import ShardRows
 from ds_quant.comm.reduction_plan import GradientSpec
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import OWN_SIGNS

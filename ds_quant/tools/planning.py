@@ -18,9 +18,9 @@ from ds_quant.config.errors import path_of, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import ConfigError, QuantizedCommConfig, parse
 from ds_quant.policy import model, refusals
-from ds_quant.policy.autotune import Rate
 from ds_quant.policy.cost import Cluster, ParamSpec
 from ds_quant.policy.model import FetchSettings, Model
+from ds_quant.policy.timing import Rate
 from ds_quant.tools import forecast, probe
 from ds_quant.tools.files import about, load
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan

@@ -22,7 +22,7 @@ from ds_quant.comm.topology import Topology, default_node_size
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import show
-from ds_quant.policy.autotune import Rate, rate_from, slowest
+from ds_quant.policy.timing import Rate, rate_from, slowest
 from ds_quant.tools.files import about
 
 SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 25)  # bytes from each rank; the first gives the latency

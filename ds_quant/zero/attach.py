@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.module import load
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Communicator, HierarchicalCommunicator
+from ds_quant.comm.transport import Communicator
 from ds_quant.config.environment import VARIABLE
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig

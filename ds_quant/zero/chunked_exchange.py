@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 from ds_quant.comm.transport import Pending
-from ds_quant.policy.memory import EXCHANGED_AT_ONCE
+from ds_quant.policy.in_flight import EXCHANGED_AT_ONCE
 
 # Parameters and a function that posts their exchange.
 Chunk = tuple[Collection[Hashable], Callable[[], Pending[Any]]]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.message import SMALL_NUMEL, all_gather, small_last
+from ds_quant.comm.message import all_gather
+from ds_quant.comm.small_tensors import SMALL_NUMEL, small_last
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.runtime.param import ABSENT, DECODED, EXACT, Param
 from ds_quant.zero import accelerator, sharded_params

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.message import SMALL_NUMEL
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import ReductionHop, Segment
+from ds_quant.comm.small_tensors import SMALL_NUMEL
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.dispatch import Operations

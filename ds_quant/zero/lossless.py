@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
-from ds_quant.comm.message import ShardRows, copy_into_rows, rows_of
+from ds_quant.comm.node_rows import ShardRows, copy_into_rows, rows_of
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
 Post = Callable[[], Pending[Any]]  # posts a gather

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.kernels.wire import ceil_div
+from ds_quant.kernels.wire import FP32_BYTES, ceil_div
 from ds_quant.policy import refusals
-from ds_quant.policy.cost import FP32
 from ds_quant.runtime.param import Param
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer
 from ds_quant.zero.hooks import Context, ExpectedCall, Hooks, as_event
@@ -144,7 +143,7 @@ def _gathered_bytes(plugin: Plugin, optimizer: Any, bucket_size: int) -> dict[Pa
         return {}
     matrices = [p for p in plugin.all_params() if getattr(p.tensor, "use_muon", False)]
     if plugin.stage < 3:
-        return dict.fromkeys(matrices, 2.0 * FP32) if optimizer.cpu_offload else {}
+        return dict.fromkeys(matrices, 2.0 * FP32_BYTES) if optimizer.cpu_offload else {}
     if optimizer.offload_optimizer:
         return dict.fromkeys(matrices, 2.0 * optimizer.gradient_accumulation_dtype.itemsize)
     itemsize = optimizer.communication_data_type.itemsize

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
-from ds_quant.comm.message import Room, ShardRows, exchange, gather, rows_of
+from ds_quant.comm.node_rows import Room, ShardRows, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.memory import CHUNKS, LEAST_NUMEL, MOST_NUMEL
+from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.runtime.param import ABSENT, CURRENT, STALE, HopCodec, Param
 from ds_quant.zero import accelerator, lossless, offload, sharded_params
 from ds_quant.zero.accelerator import StepBarrier

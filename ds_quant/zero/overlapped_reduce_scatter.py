@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_quant.policy.memory import BUCKETS_AHEAD
+from ds_quant.policy.in_flight import BUCKETS_AHEAD
 from ds_quant.zero.deepspeed_types import ZeroParameter
 from ds_quant.zero.shard_gradients import ShardBucket, ShardReduction
 from ds_quant.zero.shard_hooks import Partition

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import full_precision
-from ds_quant.comm.message import is_tight, small_together
 from ds_quant.comm.reduction_plan import Segment
+from ds_quant.comm.small_tensors import is_tight, small_together
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.dispatch import RngState
 from ds_quant.runtime.param import Param

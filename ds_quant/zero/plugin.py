@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
+from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Buffers, Communicator, HierarchicalCommunicator
+from ds_quant.comm.transport import Communicator
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
-from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
+from ds_quant.policy.in_flight import BUCKETS_AHEAD
+from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
 from ds_quant.runtime.param import Param, learn

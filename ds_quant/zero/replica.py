@@ -25,9 +25,11 @@ from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.lossless_gather import MOST_NUMEL
-from ds_quant.comm.message import SMALL_NUMEL, GatherSlice, Message, is_tight, small_together
-from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
+from ds_quant.comm.message import GatherSlice, Message
+from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_together
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.runtime import log
 from ds_quant.runtime.param import HopCodec, Param

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_quant.comm.message import is_tight, small_last
 from ds_quant.comm.reduction_plan import shards_of
+from ds_quant.comm.small_tensors import is_tight, small_last
 from ds_quant.comm.transport import Communicator
 from ds_quant.runtime.param import Param
 from ds_quant.zero.gradients import GradientReducer, GradientSlice, PendingSums, note_finite

@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_quant.comm.traffic import Sample, normalised
 from ds_quant.config.errors import show
 from ds_quant.config.schema import MetricsConfig
-from ds_quant.policy.autotune import device_clock
+from ds_quant.policy.timing import device_clock
 from ds_quant.runtime import log
 from ds_quant.zero import accelerator, hooks
 from ds_quant.zero.deepspeed_types import Engine

@@ -23,7 +23,7 @@ def simulate(
     """
     from ds_quant.comm.transport import Communicator
     from ds_quant.kernels.dispatch import Operations
-    from ds_quant.policy import autotune
+    from ds_quant.policy import timing
 
     now, own = 0.0, torch.distributed.get_rank()
 
@@ -46,7 +46,7 @@ def simulate(
     gather, call, Operations.run = Communicator.all_gather, Operations.run, calling
     Communicator.all_gather = charged(gather)
     Communicator.all_to_all = charged(Communicator.all_to_all)
-    autotune.device_clock = lambda device: lambda: now
+    timing.device_clock = lambda device: lambda: now
 
 
 SLOW = (1e5, 1e-6)  # between nodes

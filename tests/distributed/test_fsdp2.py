@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import ds_quant
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import report
-from tests.distributed.harness import of_all_ranks, on_ranks
+from tests.distributed.harness import of_all_ranks, on_ranks, run
+from tests.distributed.models import build, settings
 
 WIDTH = 48
 
@@ -180,6 +183,59 @@ def test_frozen_adapters_and_resharding_train_as_alone() -> None:
         assert losses[1] == pytest.approx(losses[0], rel=1e-5), options
 
 
+# ---- beside ZeRO-3 ----
+
+
+class Even(nn.Module):
+    """Shapes whose shards of dim 0 are the shards of ZeRO-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.uneven = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.uneven(x)
+
+
+def rows(step: int) -> torch.Tensor:
+    rank = torch.distributed.get_rank()
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit", "eden4"])
+@on_ranks(4)
+def test_losses_are_bit_for_bit_those_of_zero3(scheme: str) -> None:
+    """The same sums and the same decoded weights, in fp32 and with plain gradient descent."""
+    block = {"scheme": scheme, "node_size": 2, "min_numel": 512}
+    torch.manual_seed(0)
+    reference = Even()
+    model = sharded(reference)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fsdp2.attach(model, block, optimizer=optimizer)
+    found = []
+    for step in range(4):
+        loss = model(rows(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    engine = build(
+        settings(3, block),
+        lambda: reference,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    expected = []
+    for step in range(4):
+        loss = engine(rows(step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        expected.append(float(loss.detach()))
+    assert found == expected
+
+
 # ---- checkpoints ----
 
 
@@ -209,6 +265,40 @@ def test_a_loaded_checkpoint_resumes_bit_for_bit_and_is_exact() -> None:
     front.load_state_dict(own)
     assert ds_quant.report(model)["steps"] == 3
     assert train(model, optimizer, steps=3) == expected
+
+
+def _save(folder: str) -> dict[str, np.ndarray]:
+    """Train with a block on this rank, save, and return the exact weights."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = sharded(new_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    block = {"scheme": "eden4", "node_size": 2, "min_numel": 512}
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+    train(model, optimizer, steps=2)
+    dcp.save({"model": get_model_state_dict(model), "quantized_comm": front}, checkpoint_id=folder)
+    return {name: value.numpy() for name, value in weights_of(model).items()}
+
+
+def _load(folder: str) -> dict[str, np.ndarray]:
+    """Load what `_save` has saved, on other ranks and without a block."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    model = sharded(new_model())
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    return {name: value.numpy() for name, value in weights_of(model).items()}
+
+
+def test_a_saved_model_is_loaded_on_fewer_ranks_without_the_plugin(tmp_path: Path) -> None:
+    saved, *_ = run(_save, 4, str(tmp_path))
+    for loaded in run(_load, 2, str(tmp_path)):
+        assert loaded.keys() == saved.keys()
+        for name, value in saved.items():
+            assert np.array_equal(loaded[name], value), name
 
 
 # ---- refusals ----

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_quant
-from ds_quant.comm import transport
-from ds_quant.comm.transport import Buffers
+from ds_quant.comm import buffers
+from ds_quant.comm.buffers import Buffers
 from tests import needs
 from tests.distributed import golden_runs, host_memory
 from tests.distributed.golden_runs import ROWS, Row, recorded
@@ -111,7 +111,7 @@ LARGE = 4096, 6  # 100.7 M parameters
 @on_ranks()
 def test_a_steady_step_allocates_no_large_buffer(world: int, stage: int, scheme: str) -> None:
     """On two nodes of two ranks, and on one node. 0.8 M parameters."""
-    transport.MIN_BYTES = LEAST  # of this process
+    buffers.MIN_BYTES = LEAST  # of this process
     block = {"scheme": scheme, "node_size": 2, "allow_full_replica": True}
     engine = engine_of(stage, block, lambda: Stack(512, 3), zero={"reduce_bucket_size": 10**9})
     for _ in range(WARM):

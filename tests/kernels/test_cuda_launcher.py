@@ -242,6 +242,13 @@ def test_more_jobs_than_arguments_may_hold_take_several_launches(
     assert len(cupy.streams) == -(-len(works) // most)
 
 
+def test_the_probe_of_a_device_accepts_right_numbers_and_no_others(cuda_kernels) -> None:
+    cuda._probe(cuda_kernels)
+    cuda_kernels.run_tables = lambda tables: None
+    with pytest.raises(RuntimeError, match="wrong numbers"):
+        cuda._probe(cuda_kernels)
+
+
 def broken(*_args) -> None:
     raise RuntimeError("no NVRTC\nsecond line")
 

@@ -10,7 +10,7 @@ import torch
 
 from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from ds_quant.config.schema import parse_block
-from ds_quant.policy import autotune
+from ds_quant.policy import autotune, timing
 from ds_quant.policy.autotune import choose, reason
 from ds_quant.policy.route import Routes
 from tests.unit import wire_oracle as oracle
@@ -61,8 +61,8 @@ def test_the_median_of_the_slowest_rank_counts_without_the_first_run(
         barrier=lambda: None, all_reduce=all_reduce, ReduceOp=SimpleNamespace(MAX="max")
     )
     monkeypatch.setattr(torch, "distributed", found)
-    monkeypatch.setattr(autotune, "device_clock", lambda device: lambda: now)
-    assert autotune.slowest(run, CPU) == 3.0 + 1
+    monkeypatch.setattr(timing, "device_clock", lambda device: lambda: now)
+    assert timing.slowest(run, CPU) == 3.0 + 1
 
 
 def test_gradients_on_deepspeeds_own_path_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

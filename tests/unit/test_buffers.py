@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from ds_quant.comm.transport import MIN_BYTES, Buffers
+from ds_quant.comm.buffers import MIN_BYTES, Buffers
 
 CPU = torch.device("cpu")
 N = MIN_BYTES

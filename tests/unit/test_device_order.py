@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_quant.policy import autotune
+from ds_quant.policy import timing
 from ds_quant.zero import accelerator, sharded_params
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.optimizer_hooks import ReplicaGroup, owner_buckets
@@ -25,20 +25,20 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         found.append("read")
         return 3.0
 
-    monkeypatch.setattr(autotune.time, "perf_counter", read)
+    monkeypatch.setattr(timing.time, "perf_counter", read)
     monkeypatch.setattr(torch.cuda, "synchronize", found.append)
     return found
 
 
 def test_a_clock_on_cuda_is_read_when_the_device_has_done_its_work(done: list[object]) -> None:
     device = torch.device("cuda", 1)
-    now = autotune.device_clock(device)
+    now = timing.device_clock(device)
     assert (now(), now()) == (3.0, 3.0)
     assert done == [device, "read"] * 2
 
 
 def test_a_clock_on_the_cpu_waits_for_nothing(done: list[object]) -> None:
-    assert autotune.device_clock(torch.device("cpu"))() == 3.0
+    assert timing.device_clock(torch.device("cpu"))() == 3.0
     assert done == ["read"]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ds_quant.config.presets import preset_names
-from ds_quant.policy.autotune import Rate, rate_from
 from ds_quant.policy.cost import Cluster
 from ds_quant.policy.model import FetchSettings, Model
+from ds_quant.policy.timing import Rate, rate_from
 from ds_quant.tools import planning
 from ds_quant.tools.cli import main
 from ds_quant.tools.forecast import Buckets, Plan

@@ -9,7 +9,8 @@ import torch
 
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.message import GatherSlice, Message, Room
+from ds_quant.comm.message import GatherSlice, Message
+from ds_quant.comm.node_rows import Room
 from tests.world import SimulatedRank, World
 
 LARGE = CastCodec(torch.bfloat16)

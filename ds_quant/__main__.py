@@ -1,4 +1,4 @@
-"""``python -m ds_quant``: the command, where a launcher starts modules."""
+"""``python -m ds_quant``: the command, for launchers that start modules."""
 
 import sys
 

@@ -1,12 +1,9 @@
-"""Find files that ended runs left behind and that harm later runs. Standard library only.
+"""Find build locks that ended runs left behind. Standard library only.
 
-[Note: build locks] torch builds an operator under a lock file. Every other process waits for the
-file silently and without a timeout. A build that was killed leaves it behind. The building process
-keeps the file open, so a lock that no process of this host holds is either left over or held by
-another host that shares the folder.
-
-[Note: shared memory] DeepSpeed's shared-memory operator never removes its files: 69 MB per rank and
-run that stay in memory until the machine restarts.
+[Note: build locks] torch builds an operator under a lock file. Every other process waits until the
+file is gone, silently and without a timeout. A build that was killed leaves it behind. The building
+process keeps the file open, so a lock that no process of this host holds is either left over or
+held by another host that shares the folder.
 """
 
 from __future__ import annotations
@@ -16,15 +13,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
-BUFFERS = "deepspeed_allreduce_buffer"
-
 
 def build_folder() -> Path:
-    """Return the folder of torch's builds: a folder per kind of torch, then one per operator."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    """Return the folder of torch's builds: a folder per build of torch, then one per operator."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if folder:
+        return Path(folder)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(given) if given else Path(cache, "torch_extensions")
+    return Path(cache, "torch_extensions")
 
 
 def idle_locks() -> list[Path]:
@@ -36,8 +32,10 @@ def idle_locks() -> list[Path]:
         return []
     if not locks or not sys.platform.startswith("linux"):
         return []
-    held = set(_open_files())
-    return sorted(lock for lock in locks if lock.exists() and os.path.realpath(lock) not in held)
+    open_files = set(_open_files())
+    return sorted(
+        lock for lock in locks if lock.exists() and os.path.realpath(lock) not in open_files
+    )
 
 
 def lock_sentence(lock: Path) -> str:
@@ -49,32 +47,10 @@ def lock_sentence(lock: Path) -> str:
     )
 
 
-def idle_buffers() -> list[Path]:
-    """Return the files of this user's ended runs. See [Note: shared memory]."""
-    try:
-        buffers = list(SHARED_MEMORY.glob(f"{BUFFERS}_{os.getuid()}_*"))
-    except OSError:
-        return []
-    if not buffers:
-        return []
-    used = set(_mapped_files())
-    return sorted(path for path in buffers if str(path) not in used)
-
-
 def _open_files() -> Iterable[str]:
+    """Yield the paths of the files that processes of this user keep open."""
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             yield os.readlink(entry)
         except OSError:  # the process ended, or is another user's
             continue
-
-
-def _mapped_files() -> Iterable[str]:
-    for entry in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = entry.read_text("utf-8", "replace").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if BUFFERS in line:
-                yield line.split(maxsplit=5)[-1]

@@ -1,1 +1,1 @@
-"""The "quantized_comm" block: its keys, its presets and what is said about mistakes."""
+"""The "quantized_comm" block: its keys, its presets and the messages about mistakes."""

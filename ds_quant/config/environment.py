@@ -40,7 +40,7 @@ def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedC
         raise ConfigError(*problems) from None
 
 
-def _read() -> Any:
+def _read() -> object:
     """Return the block of the variable: JSON text, or the path of a file that holds it.
 
     The file may also be a whole DeepSpeed config with a block.

@@ -55,7 +55,7 @@ def path_of(location: Location) -> str:
     return path
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Format a value as in the JSON file, shortened to 60 characters."""
     text = json.dumps(value, default=repr)
     if len(text) > 60:
@@ -66,7 +66,7 @@ def show(value: Any) -> str:
 def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = 0.55) -> str | None:
     """Return the candidate nearest in spelling, or None if none is near.
 
-    Case, dashes, underscores and blanks are not compared.
+    Case is ignored; dashes and blanks count as underscores.
     """
     by_spelling = {candidate.lower(): candidate for candidate in candidates}
     spelling = word.strip().lower().replace("-", "_").replace(" ", "_")
@@ -94,7 +94,7 @@ def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
     return problems
 
 
-def not_an_object(block: Any, schemes: Sequence[str]) -> str:
+def not_an_object(block: object, schemes: Sequence[str]) -> str:
     """Describe a block that is not an object."""
     hint = ""
     if isinstance(block, str):
@@ -104,7 +104,7 @@ def not_an_object(block: Any, schemes: Sequence[str]) -> str:
     return f'{KEY}={show(block)}: allowed: an object such as {{"scheme": "qsdp"}}{hint}'
 
 
-def auto_values(value: Any, location: Location = ()) -> list[str]:
+def auto_values(value: object, location: Location = ()) -> list[str]:
     """Return one sentence per "auto" in the block, at any depth."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return [
@@ -225,7 +225,7 @@ def _sentence(mistake: Mapping[str, Any], key_schemas: KeySchemas) -> str:
     return f"{path_of(location)}={show(value)}: allowed: {allowed}{hint}"
 
 
-def _unknown_key(location: Location, value: Any, key_schemas: KeySchemas) -> str:
+def _unknown_key(location: Location, value: object, key_schemas: KeySchemas) -> str:
     """Describe an unknown key: the keys allowed beside it, and the one that was meant."""
     setting = f"{path_of(location)}={show(value)}"
     if location in _UNSUPPORTED:

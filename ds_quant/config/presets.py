@@ -50,7 +50,7 @@ def _quoted(names: Iterable[str]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-def renamed(block: Any) -> str | None:
+def renamed(block: object) -> str | None:
     """Return a sentence about an earlier name in the block; None if there is none."""
     name = block.get("scheme") if isinstance(block, dict) else None
     if not isinstance(name, str) or name not in RENAMED:
@@ -66,9 +66,9 @@ def preset_description(name: str) -> str:
     return _load(name).get("description", "a scheme of your own")
 
 
-def apply_preset(name: Any, block: dict[str, Any]) -> dict[str, Any]:
+def apply_preset(name: object, block: dict[str, Any]) -> dict[str, Any]:
     """Return the block over the values of scheme ``name``; the block itself if unknown."""
-    if name not in preset_names():
+    if not isinstance(name, str) or name not in preset_names():
         return block
     preset = deepcopy(_load(name))
     preset.pop("description", None)

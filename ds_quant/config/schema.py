@@ -2,6 +2,11 @@
 
 DeepSpeed ignores top-level keys that it does not know, so mistakes in the block are found only
 here. Keys that are unknown, misspelt, contradictory or without effect are refused.
+
+[Note: words of the block] A *role* is what is communicated: weights or gradients. A *scheme* is a
+named set of values for all keys; the user's keys replace its values. A *preset* is a scheme of
+configs/presets.yaml. The *block* is the object as the user writes it; a ``QuantizedCommConfig`` is
+the block over the values of its scheme, checked.
 """
 
 from __future__ import annotations
@@ -58,14 +63,14 @@ from ds_quant.config.presets import (
 # ---- parts of the block ----
 
 
-def as_int(value: Any) -> Any:
+def as_int(value: object) -> object:
     """Accept integral floats such as 1e6, which JSON parses as float."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
 
-def as_tuple(value: Any) -> Any:
+def as_tuple(value: object) -> object:
     """Turn the list of a JSON file into a tuple, which a frozen block may hold."""
     if isinstance(value, list):
         return tuple(value)
@@ -388,7 +393,7 @@ class QuantizedCommConfig(Block):
 
     @field_validator("scheme", mode="before")
     @classmethod
-    def _known_scheme(cls, name: Any) -> Any:
+    def _known_scheme(cls, name: object) -> object:
         if name not in (*preset_names(), AUTOTUNE):
             raise rule(choices(), words=(*preset_names(), AUTOTUNE))
         return name
@@ -489,12 +494,12 @@ def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedC
     return config if config.enabled else None
 
 
-def _scales_dynamically(fp16: Any) -> bool:
+def _scales_dynamically(fp16: object) -> bool:
     """Return True if the section "fp16" of a DeepSpeed config asks for dynamic loss scaling."""
     return isinstance(fp16, dict) and fp16.get("enabled") is True and not fp16.get("loss_scale")
 
 
-def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
+def parse_block(block: object, *, load_codecs: bool = True) -> QuantizedCommConfig:
     """Parse the block alone; values of its scheme are defaults of the user's.
 
     Raises:

@@ -290,7 +290,6 @@ def _flushed(numbers: Tensor) -> Tensor:
 
 
 GAUSSIAN_GROUP = 128  # elements: of a group, and of the block of the rotation before
-GAUSSIAN_BITS = (2, 3, 4)
 
 _MAGNITUDES = {
     2: (0.452780035, 1.510417608),

@@ -1,1 +1,1 @@
-"""Commands that check a machine or predict a step: doctor, probe, estimate."""
+"""The ``ds_quant`` command: a module per subcommand, and modules that they share."""

@@ -1,24 +1,26 @@
-"""docs/keys.md: every key of the block, from the models, so that page and check cannot disagree.
+"""``ds_quant schema``: the JSON schema of the block, or docs/keys.md.
 
-``ds_quant schema --markdown`` prints it.
+The page is made from the models that check the block, so that both agree.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ds_quant.config.errors import QUANTIZED, in_words, show
 from ds_quant.config.presets import AUTOTUNE, preset_description, preset_groups
-from ds_quant.config.schema import KEY, QuantizedCommConfig, parse_block
+from ds_quant.config.schema import KEY, QuantizedCommConfig, json_schema, parse_block
 
 _HEAD = f"""# Keys of the block
 
 All keys lie in `"{KEY}"`; most runs need the first table only. A key that is left out takes the
-value of its scheme ([below](#schemes)); the default column is what schemes start from. Steps are
+value of its scheme ([below](#schemes)), or the default if the scheme does not set it. Steps are
 optimizer steps, sizes elements of a parameter. Made by `ds_quant schema --markdown`; do not edit.
 """
-# Who sets a key; "" is what is in no other group.
+# Keys by the people who set them; "" stands for the keys of no other group.
 _GROUPS = {
     "For a training run": "scheme enabled node_size exclude min_numel warmup_steps node_shard "
     "allow_full_replica gradients.cross metrics.interval metrics.file",
@@ -28,69 +30,99 @@ _GROUPS = {
     "For tests and experiments": "backend slices weights.levels weights.level_steps "
     "weights.level_rate weights.intra.group_size",
 }
-_NOT_EXACT = [f"weights.{key}" for key in QUANTIZED]
+_NOT_LOSSLESS = [f"weights.{key}" for key in QUANTIZED]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the schema or the page."""
+    if arguments.markdown:
+        print(markdown())
+    else:
+        print(json.dumps(json_schema(), indent=2))
+    return 0
 
 
 def markdown() -> str:
     """Return the page, without a newline at its end."""
-    rows = dict(_keys())
-    rest = [key for key in rows if key not in " ".join(_GROUPS.values()).split()]
+    rows = dict(_rows())
+    grouped = " ".join(_GROUPS.values()).split()
     lines = [_HEAD]
     for title, keys in _GROUPS.items():
         lines += [f"## {title}", "", "| key | allowed | default | effect |"]
-        lines += ["| --- | --- | --- | --- |", *(rows[key] for key in keys.split() or rest), ""]
+        lines.append("| --- | --- | --- | --- |")
+        shown = keys.split() or [key for key in rows if key not in grouped]
+        lines += [*(rows[key] for key in shown), ""]
     return "\n".join([*lines, _schemes()])
 
 
-def _keys() -> Iterator[tuple[str, str]]:
-    """Yield every key that holds a value, and its row: allowed values, default and effect."""
-    for location, place in QuantizedCommConfig.key_schemas().items():
-        allowed, holds_keys = in_words(place["anyOf"]), "properties" in place["anyOf"][0]
+def _rows() -> Iterator[tuple[str, str]]:
+    """Yield every key with a value, and its row: allowed values, default and effect."""
+    for location, key_schema in QuantizedCommConfig.key_schemas().items():
+        options = key_schema["anyOf"]
+        is_object = "properties" in options[0]
+        if is_object and key_schema["default"] is not None:
+            continue  # its keys have rows
         if location == ("scheme",):
             allowed = f"a scheme below, or `{show(AUTOTUNE)}`"
-        elif holds_keys:
+        elif is_object:
             allowed = "an object with the keys below, or null"
-        if not holds_keys or place["default"] is None:
-            key, default, effect = ".".join(location), show(place["default"]), place["description"]
-            yield key, f"| `{key}` | {_cell(allowed)} | `{default}` | {_cell(effect)} |"
+        else:
+            allowed = in_words(options)
+        key = ".".join(map(str, location))
+        default = show(key_schema["default"])
+        effect = _cell(key_schema["description"])
+        yield key, f"| `{key}` | {_cell(allowed)} | `{default}` | {effect} |"
 
 
 def _schemes() -> str:
-    """Return what each scheme sets, where schemes differ."""
+    """Return the section of schemes: descriptions, and the keys in which they differ."""
     lines = ["## Schemes"]
     for group, names in preset_groups().items():
-        lines += ["", f"{group.capitalize()}:"] if group else []
+        if group:
+            lines += ["", f"{group.capitalize()}:"]
         lines += ["", *(f"- `{name}`: {_cell(preset_description(name))}" for name in names)]
         lines += ["", *_table(names)]
     return "\n".join(lines)
 
 
 def _table(names: Iterable[str]) -> list[str]:
-    """What the schemes set, where they differ."""
+    """Return a column per scheme and a row per key in which they differ.
+
+    A cell is empty if the value is null or has no effect in the scheme.
+    """
     blocks = {name: _flat(parse_block({"scheme": name}).resolved()) for name in names}
     lines = ["| key | " + " | ".join(blocks) + " |", "| --- " * (len(blocks) + 1) + "|"]
-    for key in dict.fromkeys(key for block in blocks.values() for key in block if key != "scheme"):
-        found = [show(block.get(key)) for block in blocks.values()]
-        enabled = f"{key.partition('.')[0]}.enabled"
-        if len(set(found)) > 1:
-            off = [
-                (key != enabled and not block.get(enabled, True))
-                or (key in _NOT_EXACT and block["weights.lossless"])
-                for block in blocks.values()
-            ]
-            cells = ("" if gone or value == "null" else f"`{value}`"
-                     for gone, value in zip(off, found, strict=True))  # fmt: skip
-            lines.append(f"| `{key}` | {' | '.join(cells)} |")
+    keys = dict.fromkeys(key for block in blocks.values() for key in block)
+    for key in keys:
+        if key == "scheme" or len({show(block.get(key)) for block in blocks.values()}) == 1:
+            continue
+        cells = []
+        for block in blocks.values():
+            is_shown = _has_effect(key, block) and block.get(key) is not None
+            cells.append(f"`{show(block[key])}`" if is_shown else "")
+        lines.append(f"| `{key}` | {' | '.join(cells)} |")
     return lines
 
 
-def _flat(block: dict[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _has_effect(key: str, block: dict[str, Any]) -> bool:
+    """Return True if a key has an effect beside the other values of a scheme."""
+    enabled = f"{key.partition('.')[0]}.enabled"
+    if key != enabled and not block.get(enabled, True):
+        return False
+    return key not in _NOT_LOSSLESS or not block["weights.lossless"]
+
+
+def _flat(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by path: "weights.bits"."""
+    values: dict[str, Any] = {}
     for key, value in block.items():
-        nested = isinstance(value, dict)
-        found |= _flat(value, f"{above}{key}.") if nested else {above + key: value}
-    return found
+        if isinstance(value, dict):
+            values |= _flat(value, f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
+    return values
 
 
 def _cell(text: str) -> str:
+    """Escape the text of a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")

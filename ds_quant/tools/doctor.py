@@ -1,6 +1,6 @@
 """``ds_quant doctor``: check versions, devices, kernels and two training processes.
 
-Checks of the environment only read; the self-test tries codecs and a training step.
+Checks of the environment only read. The self-test tries codecs and a training step.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from ds_quant._autoload import DISABLE_VARIABLE, is_disabled
 from ds_quant.codec import bound
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, native
-from ds_quant.tools.probe import free_port
 from ds_quant.zero.version import FAULTS
 
 # ---- checks ----
@@ -35,15 +35,18 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 
 class Check(NamedTuple):
-    """One finding. What needs a fix is a ``problem``, which makes the machine unhealthy, or a
-    ``warning``. details: facts as JSON types, for ``--json``.
+    """Result of a check. It is OK without a fix, else of its severity.
+
+    found: one sentence about the machine.
+    details: facts as JSON types, for ``--json``.
+    severity: PROBLEM, which makes the machine unhealthy, or WARNING.
     """
 
     name: str
     found: str
     details: dict[str, Any] | None = None
     fix: str = ""
-    severity: str = PROBLEM  # if there is a fix
+    severity: str = PROBLEM
 
     @property
     def status(self) -> str:
@@ -52,45 +55,57 @@ class Check(NamedTuple):
 
 
 def healthy(checks: Sequence[Check]) -> bool:
-    """Whether no check found a problem."""
+    """Return True if no check found a problem."""
     return all(check.status != PROBLEM for check in checks)
 
 
 def lines(checks: Sequence[Check]) -> list[str]:
-    """One line per check, its fix below it; tracebacks at the end."""
+    """Return a line per check with its fix below it, and tracebacks at the end."""
     width = max((len(check.name) for check in checks), default=0)
     shown = []
+    tracebacks = []
     for check in checks:
         shown.append(f"{check.status:7}  {check.name:{width}}  {check.found}")
         if check.fix:
             shown.append(f"{'':7}  {'':{width}}  fix: {check.fix}")
-    for check in checks:
-        if (check.details or {}).get("traceback"):
-            shown.append(f"\n{check.name}:\n{check.details['traceback']}\n")
-    return shown
+        if check.details and check.details.get("traceback"):
+            tracebacks.append(f"\n{check.name}:\n{check.details['traceback']}\n")
+    return shown + tracebacks
 
 
 # ---- the environment ----
 
 
-# As in setup.cfg, which a checkout on PYTHONPATH cannot read; a test compares the two.
+# The requirements of setup.cfg, which a checkout on PYTHONPATH cannot read.
 SUPPORTED = {"python": ">=3.10", "torch": ">=2.5", "deepspeed": ">=0.17.6,<0.20", "pydantic": ">=2"}
 OPTIONAL = ("numpy", "transformers", "accelerate", "peft")
 CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
-_INFINIBAND = Path("/sys/class/infiniband")
-SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-NETWORK_VARIABLES = (*SOCKET_VARIABLES, "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_IB_HCA")
+NETWORK_VARIABLES = (
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_IB_HCA",
+)
 
 
 def survey() -> list[Check]:
-    """All checks that only read."""
-    place = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    kernels = [cupy(), cuda_kernels(place), cpu_kernels()]
-    machine = [device(), *kernels, backend(), interfaces(), builds(), shared_memory()]
-    return [*versions(), *machine, entry_point()]
+    """Run all checks that only read."""
+    first_device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return [
+        *versions(),
+        device(),
+        cupy(),
+        cuda_kernels(first_device),
+        cpu_kernels(),
+        backend(),
+        builds(),
+        entry_point(),
+    ]
 
 
 def _installed(package: str) -> str | None:
+    """Return the version of an installed package, else None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -98,71 +113,90 @@ def _installed(package: str) -> str | None:
 
 
 def versions() -> list[Check]:
-    """Required packages against the supported ranges."""
-    found = {name: _installed(name) for name in (*SUPPORTED, *OPTIONAL) if name != "python"}
-    found["python"] = ".".join(map(str, sys.version_info[:3]))
-    checks = [version_check(name, found[name], spec) for name, spec in SUPPORTED.items()]
-    others = {name: found[name] for name in OPTIONAL if found[name]}
-    shown = ", ".join(f"{name} {version}" for name, version in others.items()) or "none"
-    checks += known_faults(found["deepspeed"])
-    return [*checks, Check("other packages", shown, others)]
+    """Check required packages against the supported ranges, and list optional ones."""
+    checks = []
+    for name, supported in SUPPORTED.items():
+        if name == "python":
+            version: str | None = ".".join(map(str, sys.version_info[:3]))
+        else:
+            version = _installed(name)
+        checks.append(version_check(name, version, supported))
+    checks += known_faults(_installed("deepspeed"))
+    optional = {}
+    for name in OPTIONAL:
+        version = _installed(name)
+        if version is not None:
+            optional[name] = version
+    shown = ", ".join(f"{name} {version}" for name, version in optional.items()) or "none"
+    return [*checks, Check("other packages", shown, optional)]
 
 
 def version_check(name: str, version: str | None, supported: str) -> Check:
-    """Verdict on one version."""
+    """Check one version against a specifier such as ">=2.5"."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
     details = {"version": version, "supported": supported}
-    install = f"pip install '{name}{supported}'" if name != "python" else f"use Python {supported}"
+    install = f"pip install '{name}{supported}'"
+    if name == "python":
+        install = f"use Python {supported}"
     if version is None:
         return Check(name, "not installed", details, install)
-    fits = SpecifierSet(supported).contains(Version(version).base_version)
-    found = f"{version} ({'supported' if fits else 'not supported'}: {supported})"
-    return Check(name, found, details, "" if fits else install)
+    if SpecifierSet(supported).contains(Version(version).base_version):
+        return Check(name, f"{version} (supported: {supported})", details)
+    return Check(name, f"{version} (not supported: {supported})", details, install)
 
 
 def known_faults(deepspeed: str | None) -> list[Check]:
-    """Gradients that this version of DeepSpeed loses, with and without the plugin."""
-    return [
-        Check(
-            "deepspeed", f"under ZeRO-2 {where} it {fault.loses}", severity=WARNING,
-            fix=f"pip install 'deepspeed>={fault.until}', or use zero_optimization.stage 1 or 3",
-        )
-        for fault in FAULTS
-        for where in ["with an offloaded optimizer" if fault.offload else "without offload"]
-        if deepspeed is not None and fault.is_in(deepspeed)
-    ]  # fmt: skip
+    """Warn of gradients that this version of DeepSpeed loses, with and without the plugin."""
+    if deepspeed is None:
+        return []
+    checks = []
+    for fault in FAULTS:
+        if fault.is_in(deepspeed):
+            setup = "with an offloaded optimizer" if fault.offload else "without offload"
+            found = f"under ZeRO-2 {setup} it {fault.loses}"
+            fix = f"pip install 'deepspeed>={fault.until}', or use zero_optimization.stage 1 or 3"
+            checks.append(Check("deepspeed", found, fix=fix, severity=WARNING))
+    return checks
 
 
 def device() -> Check:
-    """Check the device of tensors."""
+    """Name the device of tensors."""
+    cuda_version = torch.version.cuda
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = f"torch {torch.__version__} " + (f"for CUDA {built}" if built else "without CUDA")
-        return Check("device", f"CPU ({why})", {"cuda": False})
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        build = f"for CUDA {cuda_version}" if cuda_version else "without CUDA"
+        return Check("device", f"CPU (torch {torch.__version__} {build})", {"cuda": False})
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     capability = torch.cuda.get_device_capability()
-    found = f"{len(gpus)} x {gpus[0]}, sm_{capability[0]}{capability[1]}, CUDA {torch.version.cuda}"
+    major, minor = capability
+    found = f"{len(gpus)} x {gpus[0]}, sm_{major}{minor}, CUDA {cuda_version}"
     return Check("device", found, {"cuda": True, "gpus": gpus, "capability": capability})
 
 
 def cupy() -> Check:
-    """Whether CUDA tensors get kernels; without CuPy they take the slower torch path."""
-    needed = torch.cuda.is_available()
-    flavours = {name: version for name in CUPY if (version := _installed(name))}
-    fix = f"pip install 'ds_quant[cuda{(torch.version.cuda or '12').split('.')[0]}]'"
+    """Check that one CuPy is installed; without it CUDA tensors take the slower torch path."""
+    flavours = {}
+    for name in CUPY:
+        version = _installed(name)
+        if version is not None:
+            flavours[name] = version
+    cuda_major = (torch.version.cuda or "12").split(".")[0]
+    install = f"pip install 'ds_quant[cuda{cuda_major}]'"
+    if not flavours and not torch.cuda.is_available():
+        return Check("CuPy", "not installed: not needed without CUDA", {})
     if not flavours:
-        why = "CUDA tensors take the torch path" if needed else "not needed without CUDA"
-        return Check("CuPy", f"not installed: {why}", {}, fix if needed else "", WARNING)
+        found = "not installed: CUDA tensors take the torch path"
+        return Check("CuPy", found, {}, install, WARNING)
     if len(flavours) > 1:
-        remove = f"pip uninstall {' '.join(flavours)}, then {fix}"
-        return Check("CuPy", " and ".join(flavours), flavours, remove)
-    return Check("CuPy", " ".join(*flavours.items()), flavours)
+        fix = f"pip uninstall {' '.join(flavours)}, then {install}"
+        return Check("CuPy", " and ".join(flavours), flavours, fix)
+    found = " ".join(f"{name} {version}" for name, version in flavours.items())
+    return Check("CuPy", found, flavours)
 
 
 def cuda_kernels(device: torch.device) -> Check:
-    """Whether tensors of a device get CuPy kernels: compiles one and runs it."""
+    """Check that tensors of a device get CuPy kernels: compiles one and runs it."""
     if device.type != "cuda":
         return Check("CUDA kernels", "not needed without CUDA", {})
     failure = cuda.failure_of(device)
@@ -172,105 +206,67 @@ def cuda_kernels(device: torch.device) -> Check:
     found = f"CUDA tensors take the slower torch path: {failure.reason}"
     fix = failure.fix
     if failure.traceback:
-        fix += ", or mend what the traceback below names"
+        fix += ", or fix the cause in the traceback below"
     return Check("CUDA kernels", found, details, fix, WARNING)
 
 
 def cpu_kernels() -> Check:
-    """Whether CPU tensors get compiled kernels; without them plain torch does the work."""
+    """Check that CPU tensors get C++ kernels; without them they take the slower torch path."""
     problem = native.unavailable_reason()
     if problem is None:
         return Check("CPU kernels", "C++ kernels", {"built": True})
-    fix = "" if torch.cuda.is_available() else "install a C++ compiler, then ds_quant again"
     found = f"plain torch, slower: C++ kernels {problem}"
+    fix = "install a C++ compiler, then ds_quant again"
+    if torch.cuda.is_available():
+        fix = ""  # tensors are on GPUs
     return Check("CPU kernels", found, {"built": False}, fix, WARNING)
 
 
 def backend() -> Check:
-    """Check the communication backend."""
-    nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    name = "nccl" if nccl else "gloo"
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "part of torch"
-    there = nccl or torch.distributed.is_gloo_available()
-    set_here = {name: os.environ[name] for name in NETWORK_VARIABLES if name in os.environ}
-    variables = "".join(f", {key}={value}" for key, value in set_here.items())
-    found = f"{name} ({version}){variables}" if there else "neither NCCL nor gloo"
-    fix = "" if there else "install a torch with torch.distributed"
-    return Check("backend", found, {"backend": name, "variables": set_here}, fix)
-
-
-def interfaces() -> Check:
-    """List network interfaces that are up, with their rates in Mbit/s; 0 means unknown."""
-    import psutil
-
-    found = {
-        name: {"mbit_s": stats.speed, "mtu": stats.mtu, "up": stats.isup}
-        for name, stats in sorted(psutil.net_if_stats().items())
-    }
-    rates = sorted(_INFINIBAND.glob("*/ports/*/rate"))
-    ports = {path.parent.name: path.read_text().strip() for path in rates}
-    shown = [
-        f"{name} {facts['mbit_s'] or '?'} Mbit/s"
-        for name, facts in found.items()
-        if facts["up"] and not name.startswith("lo")
-    ]
-    shown += [f"InfiniBand port {port}: {rate}" for port, rate in ports.items()]
-    missing = socket_problems(set(found))
-    fix = f"name one of {', '.join(found)}, or unset it" if missing else ""
-    seen = "; ".join(missing) or ", ".join(shown) or "loopback only"
-    return Check("network", seen, {"interfaces": found, "infiniband": ports}, fix)
-
-
-def socket_problems(present: set[str]) -> list[str]:
-    """Interfaces that NCCL or gloo are told to use and that do not exist, one sentence each."""
-    problems = []
-    for variable in SOCKET_VARIABLES:
-        value = os.environ.get(variable, "")
-        if not value or value[0] == "^":  # NCCL: all but these
-            continue
-        exact = value.startswith("=") or variable.startswith("GLOO")
-        for name in value.lstrip("=").split(","):
-            if not any(i == name if exact else i.startswith(name) for i in present):
-                problems.append(f"{variable}={value}: no interface {name}")
-    return problems
+    """Name the communication backend, and the variables that choose its network."""
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    if has_nccl:
+        name = "nccl"
+        found = f"nccl ({'.'.join(map(str, torch.cuda.nccl.version()))})"
+    else:
+        name = "gloo"
+        found = "gloo (part of torch)"
+    variables = {key: os.environ[key] for key in NETWORK_VARIABLES if key in os.environ}
+    details = {"backend": name, "variables": variables}
+    if not has_nccl and not torch.distributed.is_gloo_available():
+        fix = "install a torch with torch.distributed"
+        return Check("backend", "neither NCCL nor gloo", details, fix)
+    for key, value in variables.items():
+        found += f", {key}={value}"
+    return Check("backend", found, details)
 
 
 def builds() -> Check:
-    """Whether builds of DeepSpeed's operators were interrupted, which stops the next ones."""
+    """Find locks of interrupted operator builds, for which DeepSpeed's next builds wait."""
     locks = leftovers.idle_locks()
     details = {"folder": str(leftovers.build_folder()), "locks": [str(lock) for lock in locks]}
-    found = " ".join(map(leftovers.lock_sentence, locks)) or "none was interrupted"
-    fix = f"rm {' '.join(details['locks'])}" if locks else ""
-    return Check("operator builds", found, details, fix)
-
-
-def shared_memory() -> Check:
-    """Check what DeepSpeed's shared-memory operator left in memory."""
-    files = leftovers.idle_buffers()
-    if not files:
-        return Check("shared memory", "nothing left by ended DeepSpeed runs", {"files": 0})
-    gigabytes = sum(path.stat().st_size for path in files) / 1e9
-    pattern = f"{leftovers.SHARED_MEMORY}/{leftovers.BUFFERS}_{os.getuid()}_*"
-    found = f"{len(files)} files of ended DeepSpeed runs hold {gigabytes:.2g} GB of memory"
-    fix = f"when no DeepSpeed run is going on: rm {pattern}"
-    return Check("shared memory", found, {"files": len(files)}, fix, WARNING)
+    if not locks:
+        return Check("operator builds", "none was interrupted", details)
+    found = " ".join(map(leftovers.lock_sentence, locks))
+    return Check("operator builds", found, details, f"rm {' '.join(map(str, locks))}")
 
 
 def entry_point() -> Check:
-    """Whether ``import torch`` will plant the hook. The self-test tries it."""
+    """Check that ``import torch`` activates the plugin. The self-test tries it."""
     details: dict[str, Any] = {"version": ds_quant.__version__, "path": ds_quant.__file__}
     by_hand = "put 'import ds_quant' before deepspeed.initialize"
-    found, fix, severity = f"on: import torch loads ds_quant {ds_quant.__version__}", "", WARNING
     if is_disabled():
-        found, severity = f"off: {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]}", PROBLEM
-        fix = f"unset {DISABLE_VARIABLE} on all ranks"
-    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        found = f"off: {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]}"
+        return Check("activation", found, details, f"unset {DISABLE_VARIABLE} on all ranks")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         found = "by import only: TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-        fix = f"unset it, or {by_hand}"
-    elif not any(e.name == "ds_quant" for e in metadata.entry_points(group="torch.backends")):
+        return Check("activation", found, details, f"unset it, or {by_hand}", WARNING)
+    entry_points = metadata.entry_points(group="torch.backends")
+    if not any(entry.name == "ds_quant" for entry in entry_points):
         found = f"by import only: {Path(ds_quant.__file__).parent} is not installed"
-        fix = f"pip install it, or {by_hand}"
-    return Check("activation", found, details, fix, severity)
+        return Check("activation", found, details, f"pip install it, or {by_hand}", WARNING)
+    found = f"on: import torch loads ds_quant {ds_quant.__version__}"
+    return Check("activation", found, details)
 
 
 # ---- self-test ----
@@ -282,124 +278,173 @@ _NUMEL = 1 << 20
 
 
 def codecs() -> Check:
-    """Encode and decode with the device's kernels; every byte must be that of plain torch."""
+    """Encode and decode with the device's kernels, and compare every byte with plain torch."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     values = torch.randn(1, _NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
-    path = dispatch.describe(device)
-    differ = {f"{bits}-bit {kind}": _bytes_that_differ(values, kind, bits) for kind, bits in CODECS}
-    wrong = ", ".join(f"{name} {count}" for name, count in differ.items() if count)
-    found = f"bytes that differ from plain torch: {wrong}" if wrong else "the bytes of plain torch"
+    kernels = dispatch.describe(device)
+    differing_bytes = {}
+    for value_range, bits in CODECS:
+        count = _differing_bytes(values, value_range, bits)
+        differing_bytes[f"{bits}-bit {value_range}"] = count
+    details = {"device": device.type, "path": kernels, "differing_bytes": differing_bytes}
+    wrong = [f"{name} {count}" for name, count in differing_bytes.items() if count]
+    if not wrong:
+        found = f"{kernels} on {device.type}: the bytes of plain torch"
+        return Check("encode, decode", found, details)
+    found = f"{kernels} on {device.type}: bytes that differ from plain torch: {', '.join(wrong)}"
     fix = 'set "backend": "torch" in the block and report this with the output of doctor --json'
-    details = {"device": device.type, "path": path, "differing_bytes": differ}
-    return Check("encode, decode", f"{path} on {device.type}: {found}", details, wrong and fix)
+    return Check("encode, decode", found, details, fix)
 
 
-def _bytes_that_differ(values: torch.Tensor, value_range: str, bits: int) -> int:
+def _differing_bytes(values: torch.Tensor, value_range: str, bits: int) -> int:
+    """Count the bytes of messages and of decoded values that differ from plain torch."""
+    codec = GroupCodec(bits=bits, group_size=1024, range=value_range)
+    wire, decoded = _encoded_and_decoded(codec, values, backend="auto")
+    plain_wire, plain_decoded = _encoded_and_decoded(codec, values, backend="torch")
+    return int((wire != plain_wire).sum()) + int((decoded != plain_decoded).sum())
 
-    codec, found = GroupCodec(bits=bits, group_size=1024, range=value_range), []
-    for backend in ("auto", "torch"):
-        wire = values.new_empty(1, codec.wire_bytes(_NUMEL), dtype=torch.uint8)
-        decoded = torch.empty_like(values)
-        bound.encode(codec, values, wire, backend=backend)
-        bound.decode(codec, wire, decoded, backend=backend)
-        found.append((wire, decoded.view(torch.uint8)))
-    return sum(int((ours != plain).sum()) for ours, plain in zip(*found, strict=True))
+
+def _encoded_and_decoded(
+    codec: GroupCodec, values: torch.Tensor, *, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the message and the decoded values, both as bytes."""
+    wire = values.new_empty(1, codec.wire_bytes(_NUMEL), dtype=torch.uint8)
+    decoded = torch.empty_like(values)
+    bound.encode(codec, values, wire, backend=backend)
+    bound.decode(codec, wire, decoded, backend=backend)
+    return wire, decoded.view(torch.uint8)
 
 
 def patience(load: float) -> float:
-    """Seconds to wait for the two processes on a host with this load per core."""
+    """Return the seconds to wait for the two processes.
+
+    load: processes that want to run, per core of the host.
+    """
     return 120.0 * min(10.0, max(1.0, load))
 
 
 def exchange(timeout: float) -> Check:
-    """Train one step with two processes under ZeRO-2, with the block in the config and no other
-    line.
-    """
+    """Train one step under ZeRO-2 on two processes whose only setting is the block."""
     with tempfile.TemporaryDirectory() as folder:
         failure = _run_ranks(folder, timeout)
         if failure:
             fix = "see the last line; doctor --timeout SECONDS waits longer"
             return Check("two processes", failure, fix=fix)
-        ranks = [json.loads(Path(folder, f"rank{r}.json").read_text()) for r in range(RANKS)]
+        ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     return verdict(ranks)
 
 
-def verdict(ranks: list[dict]) -> Check:
-    """Judge what the two ranks wrote (see selftest_worker.py)."""
-    first, details = ranks[0], {"ranks": ranks}
+def verdict(ranks: list[dict[str, Any]]) -> Check:
+    """Return the verdict on the results of the two ranks (see selftest_worker.py)."""
+    first = ranks[0]
+    details = {"ranks": ranks}
     if not all(rank["active"] for rank in ranks):
-        return Check(
-            "two processes",
+        found = (
             "the block had no effect: the plugin is not active in a script without 'import "
-            "ds_quant'", details,
+            "ds_quant'"
+        )
+        fix = (
             "pip install ds_quant into this environment, unset DS_QUANT_DISABLE and "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD, or import ds_quant before deepspeed.initialize",
-        )  # fmt: skip
+            "TORCH_DEVICE_BACKEND_AUTOLOAD, or import ds_quant before deepspeed.initialize"
+        )
+        return Check("two processes", found, details, fix)
     if len({rank["digest"] for rank in ranks}) != 1 or not first["received"]:
-        found = f"weights differ after a step, or nothing moved ({first['received']} bytes)"
+        found = f"weights differ after a step, or nothing was sent ({first['received']} bytes)"
         fix = "set DS_QUANT_DISABLE=1 and report this with the output of doctor --json"
         return Check("two processes", found, details, fix)
     found = f"{first['line']}; {first['received']} bytes over {first['backend']}"
-    if not any(rank["imported"] for rank in ranks):
-        return Check("two processes", found, details)
-    fix = "put 'import ds_quant' into your script, or install the package"
-    return Check("two processes", f"{found}; needed import ds_quant", details, fix, WARNING)
+    if any(rank["imported"] for rank in ranks):
+        fix = "put 'import ds_quant' into your script, or install the package"
+        return Check("two processes", f"{found}; needed import ds_quant", details, fix, WARNING)
+    return Check("two processes", found, details)
 
 
 def _run_ranks(folder: str, timeout: float) -> str:
-    """Start the ranks; returns what went wrong, or nothing."""
+    """Run the ranks; return the reason of a failure, "" for none."""
     port = free_port()
-    script = Path(__file__).with_name("selftest_worker.py")
-    processes = []
-    for rank in range(RANKS):
-        environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
-            "LOCAL_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        with open(Path(folder, f"log{rank}"), "wb") as log:
-            command = [sys.executable, str(script), folder]
-            both = {"stdout": log, "stderr": subprocess.STDOUT}
-            processes.append(subprocess.Popen(command, env=environment, cwd=folder, **both))
-    late = False
+    processes = [_start_rank(rank, folder, port) for rank in range(RANKS)]
+    is_late = False
     try:
         for process in processes:
             process.wait(timeout)
     except subprocess.TimeoutExpired:
-        late = True
+        is_late = True
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    failed = [r for r, process in enumerate(processes) if process.returncode]
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
     if not failed:
         return ""
-    tail = Path(folder, f"log{failed[0]}").read_text("utf-8", "replace").strip().splitlines()
-    why = f"not done after {timeout:g} s" if late else "failed"
-    return f"rank {failed[0]} {why}: {' | '.join(tail[-3:]) or 'no output'}"
+    log = Path(folder, f"log{failed[0]}").read_text("utf-8", "replace").strip().splitlines()
+    reason = f"not done after {timeout:g} s" if is_late else "failed"
+    return f"rank {failed[0]} {reason}: {' | '.join(log[-3:]) or 'no output'}"
+
+
+def _start_rank(rank: int, folder: str, port: str) -> subprocess.Popen[bytes]:
+    """Start selftest_worker.py in ``folder``, where it writes its result and its log."""
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    script = Path(__file__).with_name("selftest_worker.py")
+    with open(Path(folder, f"log{rank}"), "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(script), folder],
+            env=environment,
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def free_port() -> str:
+    """Return a TCP port of this machine that no process uses."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 # ---- the command ----
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check and print; 1 if there is a problem."""
+    """Check and print; return 1 if there is a problem."""
     if not torch.cuda.is_available():
-        # DeepSpeed guesses the accelerator from what is installed; the machine has none.
+        # DeepSpeed would choose by installed packages.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found = survey()
-    found.append(codecs())
+    checks = [*survey(), codecs()]
     if not arguments.no_processes:
-        seconds = arguments.timeout or patience(os.getloadavg()[0] / (os.cpu_count() or 1))
-        print(f"training a step on two processes, up to {seconds:.0f} s", file=sys.stderr)
-        found.append(exchange(seconds))
-    good = healthy(found)
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        timeout = arguments.timeout or patience(load)
+        print(f"training a step on two processes, up to {timeout:.0f} s", file=sys.stderr)
+        checks.append(exchange(timeout))
+    is_healthy = healthy(checks)
     if arguments.json:
-        keys = ("name", "status", "found", "fix", "details")
-        shown = [{key: getattr(check, key) for key in keys} for check in found]
-        facts = {"healthy": good, "host": platform.node(), "checks": shown}
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(_facts(checks), indent=2))
     else:
-        print("\n".join(lines(found)))
-        print("healthy" if good else "not healthy: see the lines marked problem")
-    return 0 if good else 1
+        print("\n".join(lines(checks)))
+        print("healthy" if is_healthy else "not healthy: see the lines marked problem")
+    return 0 if is_healthy else 1
+
+
+def _facts(checks: Sequence[Check]) -> dict[str, Any]:
+    """Return all facts as JSON types."""
+    shown = [
+        {
+            "name": check.name,
+            "status": check.status,
+            "found": check.found,
+            "fix": check.fix,
+            "details": check.details,
+        }
+        for check in checks
+    ]
+    return {"healthy": healthy(checks), "host": platform.node(), "checks": shown}

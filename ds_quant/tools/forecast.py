@@ -14,7 +14,8 @@ from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from ds_quant.config.presets import RESEARCH, YOURS, group_of, preset_names
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.policy import choosing, cost, memory
-from ds_quant.policy.cost import Cluster
+from ds_quant.policy.autotune import WORTH_IT
+from ds_quant.policy.cost import Cluster, CommVolume
 from ds_quant.policy.model import FetchSettings, Model
 from ds_quant.policy.refusals import starts
 
@@ -22,8 +23,7 @@ from ds_quant.policy.refusals import starts
 
 
 GIGABIT = 1e9 / 8  # bytes per second
-_SIZES = "reduce", "allgather"  # of buckets; the second one under ZeRO-1/2
-_ON_GPUS = Slicing(pace=presumed_pace(torch.device("cuda"), "nccl"))
+_GPU_SLICING = Slicing(pace=presumed_pace(torch.device("cuda"), "nccl"))
 SMALL_BUCKET = 5 * 10**7  # elements: enough for a fast link, and a tenth of DeepSpeed's default
 
 
@@ -38,10 +38,13 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run to predict. compute: seconds of an optimizer step without communication.
+    """A run to predict.
 
-    exact_gradients: they take DeepSpeed's own path. gpu_memory: bytes of a GPU, if they matter.
-    offloads: what DeepSpeed keeps in host memory, of "param" and "optimizer".
+    compute: seconds of an optimizer step without communication.
+    block: the user's own, or None.
+    exact_gradients: True if DeepSpeed reduces gradients itself.
+    gpu_memory: bytes of a GPU; None if any scheme fits.
+    offloads: the parts that DeepSpeed keeps in host memory, of "param" and "optimizer".
     """
 
     model: Model
@@ -50,7 +53,7 @@ class Plan:
     micro_steps: int
     compute: float
     cluster: Cluster
-    block: QuantizedCommConfig | None = None  # of the user's own config
+    block: QuantizedCommConfig | None = None
     allow_full_replica: bool = False
     exact_gradients: bool = False
     gpu_memory: float | None = None
@@ -59,87 +62,115 @@ class Plan:
 
     @property
     def ranks(self) -> int:
+        """Number of GPUs."""
         return self.cluster.nodes * self.cluster.node_size
 
     @property
     def counted(self) -> int:
-        """Parameters that figures per parameter are of: frozen ones travel under ZeRO-3 only."""
+        """Parameters behind figures per parameter: frozen ones are sent under ZeRO-3 only."""
         return self.model.numel if self.stage == 3 else self.model.trained
 
     @property
     def place(self) -> choosing.Place:
-        """What the advice depends on, apart from the link."""
-        nodes, node_size = self.cluster.nodes, self.cluster.node_size
-        return choosing.Place(self.stage, nodes, node_size, self.allow_full_replica)
+        """Stage and nodes, by which schemes are advised."""
+        return choosing.Place(
+            self.stage, self.cluster.nodes, self.cluster.node_size, self.allow_full_replica
+        )
 
     @property
     def advised(self) -> str:
-        """The scheme of the table, ``choosing.NOTHING`` for none."""
-        cluster = self.cluster
-        link = cluster.link if cluster.nodes > 1 else cluster.intra_link
+        """The scheme that the table advises; ``choosing.NOTHING`` to leave the block out."""
+        link = self.cluster.intra_link
+        if self.cluster.nodes > 1:
+            link = self.cluster.link
         return choosing.recommended(self.place, link / GIGABIT)
 
     @property
     def gathers(self) -> float:
-        """Of the weights in a micro-step."""
+        """Gathers of the weights in a micro-step."""
         if self.stage < 3:
             return 1.0
         return self.buckets.fetch.gathers(self.model.numel, self.model.modules)
 
     @property
     def offloads_shard(self) -> bool:
-        """Whether a node shard is in host memory."""
+        """True if a node shard is in host memory."""
         return self.stage == 3 and "param" in self.offloads
 
     @cached_property
-    def shipped_host_memory(self) -> float:
-        """Host bytes per GPU of what DeepSpeed offloads: weights, and under Adam fp32 gradients,
-        masters and two states.
+    def stock_host_memory(self) -> float:
+        """Host bytes per GPU of the parts that DeepSpeed offloads, with Adam.
+
+        Offloaded optimizer: fp32 gradients, masters and two states. Offloaded weights: the shard.
         """
-        states = (16 if self.dtype.itemsize == 2 else 12) * self.model.trained / self.ranks
-        weights = self.dtype.itemsize * self.model.numel / self.ranks
-        return states * ("optimizer" in self.offloads) + weights * self.offloads_shard
+        nbytes = 0.0
+        if "optimizer" in self.offloads:
+            nbytes += (16 if self.dtype.itemsize == 2 else 12) * self.model.trained / self.ranks
+        if self.offloads_shard:
+            nbytes += self.dtype.itemsize * self.model.numel / self.ranks
+        return nbytes
 
     @cached_property
-    def shipped_memory(self) -> float:
-        """Bytes per GPU of DeepSpeed with Adam and without activations: weights, gradients, fp32
-        masters and two states, less what is offloaded; under ZeRO-3 what is gathered at once.
-        """
-        model, size, fetch = self.model, self.dtype.itemsize, self.buckets.fetch
-        part = {1: (1, 1), 2: (1, self.ranks), 3: (self.ranks, self.ranks)}[self.stage]
-        held = 0.0 if self.offloads_shard else size * model.numel / part[0]
-        if "optimizer" not in self.offloads:
-            held += (12 if size == 2 else 8) * model.trained / self.ranks
-        if "optimizer" not in self.offloads or self.stage == 1:
-            held += size * model.trained / part[1]
-        if self.stage == 3:
-            live = fetch.stay(model.numel, model.modules) + fetch.prefetch_bucket_size
-            held += size * min(model.numel, live + model.largest)
-        return held + size * min(model.trained, self.buckets.reduce)
+    def stock_memory(self) -> float:
+        """Bytes per GPU of DeepSpeed with Adam, without activations.
 
-    def at(self, *, link: float | None = None, micro_steps: int | None = None) -> Plan:
-        """Return the plan with another link between nodes, in Gb/s, or other micro-steps."""
-        cluster = replace(self.cluster, link=self.cluster.link if link is None else link * GIGABIT)
-        return replace(self, cluster=cluster, micro_steps=micro_steps or self.micro_steps)
+        Weights, gradients, fp32 masters and two states, as far as they are not offloaded, a bucket
+        of gradients, and the elements that ZeRO-3 gathers at once.
+        """
+        model = self.model
+        itemsize = self.dtype.itemsize
+        weight_shards = self.ranks if self.stage == 3 else 1
+        gradient_shards = self.ranks if self.stage >= 2 else 1
+        offloads_optimizer = "optimizer" in self.offloads
+        nbytes = 0.0
+        if not self.offloads_shard:
+            nbytes += itemsize * model.numel / weight_shards
+        if not offloads_optimizer:
+            nbytes += (12 if itemsize == 2 else 8) * model.trained / self.ranks
+        if not offloads_optimizer or self.stage == 1:
+            nbytes += itemsize * model.trained / gradient_shards
+        if self.stage == 3:
+            fetch = self.buckets.fetch
+            live = fetch.stay(model.numel, model.modules) + fetch.prefetch_bucket_size
+            nbytes += itemsize * min(model.numel, live + model.largest)
+        return nbytes + itemsize * min(model.trained, self.buckets.reduce)
+
+    def with_link(self, gigabits: float) -> Plan:
+        """Return the plan with another link between nodes, in Gb/s."""
+        return replace(self, cluster=replace(self.cluster, link=gigabits * GIGABIT))
+
+    def with_small_buckets(self) -> Plan:
+        """Return the plan with buckets of at most ``SMALL_BUCKET`` elements."""
+        buckets = replace(
+            self.buckets,
+            reduce=min(SMALL_BUCKET, self.buckets.reduce),
+            allgather=min(SMALL_BUCKET, self.buckets.allgather),
+        )
+        return replace(self, buckets=buckets)
 
 
 # ---- the forecast ----
 
 
-SHIPPED = "deepspeed as shipped"
-WORTH_IT = 1.05  # speed-ups below are not worth a change
+STOCK = "deepspeed as shipped"
+NEEDS = "needs "  # begins the note of a scheme that needs more memory than there is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One scheme. Bytes per parameter and step as volumes, see cost.py; times in seconds.
+    """Prediction of one scheme: volumes in bytes per parameter and step, see cost.py; times in
+    seconds; memory in bytes per rank.
 
-    step_overlapped, step_serial: communication hidden behind compute entirely, or not at all.
-    speedup_*: over DeepSpeed as shipped, of these two. memory: bytes more on every rank, between
-    steps; peak: besides, in a step, of messages and sums; gpu_memory: all that a GPU holds;
-    host_memory: all that is offloaded from it, the node shard too.
-    limit: what takes longest. note: why it is not advised; empty if it may be.
-    most_bytes: inter_bytes at most, where they depend on the learning rate, else None.
+    step_overlapped, step_serial: a step whose communication is fully hidden behind compute, or
+        not hidden at all.
+    speedup_overlapped, speedup_serial: over DeepSpeed as shipped, of these two.
+    memory: kept between steps by the scheme.
+    peak: messages and sums in a step, at most.
+    gpu_memory: all that a GPU holds, without activations.
+    host_memory: all that is offloaded from a GPU, with the node shard.
+    limit: the part that takes longest.
+    note: the reason why the scheme is not advised, or empty.
+    most_bytes: inter_bytes at most if they depend on the learning rate, else None.
     """
 
     scheme: str
@@ -161,169 +192,246 @@ class Row:
     @property
     def speedups(self) -> tuple[float, float]:
         """The lowest and the highest speed-up."""
-        both = self.speedup_overlapped, self.speedup_serial
-        return min(both), max(both)
+        lowest = min(self.speedup_overlapped, self.speedup_serial)
+        highest = max(self.speedup_overlapped, self.speedup_serial)
+        return lowest, highest
+
+    @property
+    def may_be_taken(self) -> bool:
+        """True if the scheme is advised or only needs more memory."""
+        return not self.note or self.note.startswith(NEEDS)
 
 
 def forecast(plan: Plan) -> list[Row]:
-    """A row for DeepSpeed as shipped, for the user's block and for every preset."""
-    replica = {"allow_full_replica": plan.allow_full_replica}
-    blocks = {name: parse_block({"scheme": name, **replica}) for name in preset_names()}
+    """Return a row for DeepSpeed as shipped, one for the user's block and one per preset."""
+    blocks = {}
     if plan.block is not None:
-        blocks = {f"your block ({plan.block.scheme})": plan.block, **blocks}
-    plain = _bill(blocks["full_precision"], plan)
-    two_levels = plan.cluster.nodes > 1 and plan.cluster.node_size > 1
+        blocks[f"your block ({plan.block.scheme})"] = plan.block
+    for name in preset_names():
+        block = {"scheme": name, "allow_full_replica": plan.allow_full_replica}
+        blocks[name] = parse_block(block)
+    stock = _stock_row(plan, _comm_volume(blocks["full_precision"], plan))
+    return [stock, *(_scheme_row(name, block, plan, stock) for name, block in blocks.items())]
+
+
+def _stock_row(plan: Plan, full_precision: CommVolume) -> Row:
+    """Return the row of DeepSpeed as shipped.
+
+    full_precision: volume of the scheme of this name, which has as many collectives.
+    """
     nbytes = cost.stock_bytes(
-        plan.stage, plan.dtype, micro_steps=plan.micro_steps, gathers=plan.gathers,
-        trained=plain.trained,
-    )  # fmt: skip
-    shipped = _row(
-        SHIPPED, plan, plain, nbytes, nbytes * two_levels, gpu_memory=plan.shipped_memory,
-        host_memory=plan.shipped_host_memory,
-    )  # fmt: skip
-    return [shipped, *(_priced(name, block, plan, shipped) for name, block in blocks.items())]
+        plan.stage,
+        plan.dtype,
+        micro_steps=plan.micro_steps,
+        gathers=plan.gathers,
+        trained=full_precision.trained,
+    )
+    has_two_levels = plan.cluster.nodes > 1 and plan.cluster.node_size > 1
+    return _row(
+        STOCK,
+        plan,
+        full_precision,
+        inter_bytes=nbytes,
+        intra_bytes=nbytes if has_two_levels else 0.0,
+        gpu_memory=plan.stock_memory,
+        host_memory=plan.stock_host_memory,
+    )
 
 
-def _priced(name: str, block: QuantizedCommConfig, plan: Plan, base: Row) -> Row:
-    costs, steps = _bill(block, plan), {"micro_steps": plan.micro_steps}
-    kept, peak = costs.memory * plan.counted, _peak(costs, plan)
+def _scheme_row(name: str, block: QuantizedCommConfig, plan: Plan, stock: Row) -> Row:
+    """Return the row of a block.
+
+    stock: the row of DeepSpeed as shipped, to which speed-up and memory are relative.
+    """
+    volume = _comm_volume(block, plan)
+    memory_kept = volume.memory * plan.counted
+    peak = _peak_bytes(volume, plan)
     if plan.micro_steps > 1:
-        peak += costs.partial_sums * plan.counted
-    sent = costs.step_bytes(plan.stage, **steps), costs.intra_bytes(plan.stage, **steps)
-    most = costs.step_bytes(plan.stage, **steps, most=True) if costs.varies else None
-    needed, note = base.gpu_memory + kept * (not plan.offloads_shard) + peak, ""
-    if plan.gpu_memory is not None and needed > plan.gpu_memory:
-        note = f"needs {needed / 1e9:.3g} GB"
+        peak += volume.partial_sums * plan.counted
+    gpu_memory = stock.gpu_memory
+    host_memory = stock.host_memory
+    if plan.offloads_shard:
+        host_memory += memory_kept
+    else:
+        gpu_memory += memory_kept
+    gpu_memory += peak
+    note = _objection(name, block, plan)
+    if not note and plan.gpu_memory is not None and gpu_memory > plan.gpu_memory:
+        note = f"{NEEDS}{gpu_memory / 1e9:.3g} GB"
+    most_bytes = None
+    if volume.varies:
+        most_bytes = volume.step_bytes(plan.stage, micro_steps=plan.micro_steps, most=True)
     row = _row(
-        name, plan, costs, *sent, memory=kept, peak=peak, most_bytes=most, gpu_memory=needed,
-        host_memory=base.host_memory + kept * plan.offloads_shard,
-        note=_against(name, block, plan) or note,
-    )  # fmt: skip
+        name,
+        plan,
+        volume,
+        inter_bytes=volume.step_bytes(plan.stage, micro_steps=plan.micro_steps),
+        intra_bytes=volume.intra_bytes(plan.stage, micro_steps=plan.micro_steps),
+        memory=memory_kept,
+        peak=peak,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        note=note,
+        most_bytes=most_bytes,
+    )
     return replace(
-        row, speedup_overlapped=base.step_overlapped / row.step_overlapped,
-        speedup_serial=base.step_serial / row.step_serial,
-    )  # fmt: skip
+        row,
+        speedup_overlapped=stock.step_overlapped / row.step_overlapped,
+        speedup_serial=stock.step_serial / row.step_serial,
+    )
 
 
-def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
-    """Return why start-up would refuse the scheme, or why another one is advised."""
-    nodes = {"world": plan.ranks, "node_size": plan.cluster.node_size}
-    if not starts(block, stage=plan.stage, **nodes):
+def _objection(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
+    """Return the reason why start-up refuses a scheme or another one is advised, or ""."""
+    node_size = plan.cluster.node_size
+    if not starts(block, stage=plan.stage, world=plan.ranks, node_size=node_size):
         return "start-up refuses it: needs allow_full_replica"
     group = group_of(name)
     if group == RESEARCH:
         return group
-    advised = *choosing.candidates(plan.place), *["hybrid"] * (plan.stage == 3)
-    known = name in preset_names() and group != YOURS
-    return "others are advised here" if known and name not in advised else ""
+    if name not in preset_names() or group == YOURS:
+        return ""  # the user's own
+    advised = list(choosing.candidates(plan.place))
+    if plan.stage == 3:
+        advised.append("hybrid")
+    return "" if name in advised else "others are advised here"
 
 
 def _row(
-    scheme: str, plan: Plan, costs: cost.CommVolume, inter: float, intra: float, **more: object
+    scheme: str,
+    plan: Plan,
+    volume: CommVolume,
+    *,
+    inter_bytes: float,
+    intra_bytes: float,
+    gpu_memory: float,
+    host_memory: float,
+    memory: float = 0.0,
+    peak: float = 0.0,
+    note: str = "",
+    most_bytes: float | None = None,
 ) -> Row:
-    """One collective per layer and exchange; encoded is what has a codec."""
-    steps = plan.stage, plan.micro_steps
-    exchanges = costs.step_gathers(*steps) + costs.reductions(*steps)
-    encoded = 0.0 if costs.full_precision_share == 1 else exchanges
-    parts = cost.seconds(
-        plan.cluster, plan.counted, inter=inter, intra=intra, encoded=encoded,
+    """Return a row with the times of its bytes.
+
+    One collective is counted per layer and exchange.
+    """
+    exchanges = volume.step_gathers(plan.stage, plan.micro_steps)
+    exchanges += volume.reductions(plan.stage, plan.micro_steps)
+    seconds = cost.seconds(
+        plan.cluster,
+        plan.counted,
+        inter=inter_bytes,
+        intra=intra_bytes,
+        encoded=0.0 if volume.full_precision_share == 1 else exchanges,
         collectives=exchanges * plan.model.layers,
-    )  # fmt: skip
-    communication, compute = sum(parts.values()), plan.compute
-    limits = {**parts, "compute": compute}
+    )
+    communication = sum(seconds.values())
+    limits = {**seconds, "compute": plan.compute}
     return Row(
-        scheme=scheme, inter_bytes=inter, intra_bytes=intra, communication=communication,
-        step_overlapped=max(communication, compute), step_serial=communication + compute,
-        limit=max(limits, key=limits.__getitem__), **more,
-    )  # fmt: skip
+        scheme=scheme,
+        inter_bytes=inter_bytes,
+        intra_bytes=intra_bytes,
+        communication=communication,
+        step_overlapped=max(communication, plan.compute),
+        step_serial=communication + plan.compute,
+        memory=memory,
+        limit=max(limits, key=limits.__getitem__),
+        peak=peak,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        note=note,
+        most_bytes=most_bytes,
+    )
 
 
-def _peak(costs: cost.CommVolume, plan: Plan) -> float:
-    buckets, model, fetch = plan.buckets, plan.model, plan.buckets.fetch
+def _peak_bytes(volume: CommVolume, plan: Plan) -> float:
+    """Return the bytes of messages and sums in a step, at most."""
+    fetch = plan.buckets.fetch
     sizes = memory.Sizes(
-        trained=model.trained, largest=model.largest, bucket=buckets.reduce,
-        window=buckets.allgather,
+        trained=plan.model.trained,
+        largest=plan.model.largest,
+        bucket=plan.buckets.reduce,
+        window=plan.buckets.allgather,
         prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
-        itemsize=plan.dtype.itemsize, offloaded=plan.offloads_shard, slicing=_ON_GPUS,
-    )  # fmt: skip
-    return memory.peak_bytes(replace(costs, numel=plan.counted), sizes)
+        itemsize=plan.dtype.itemsize,
+        offloaded=plan.offloads_shard,
+        slicing=_GPU_SLICING,
+    )
+    # The volume is that of the model's stand-in parameters.
+    return memory.peak_bytes(replace(volume, numel=plan.counted), sizes)
 
 
-def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.CommVolume:
-    cluster = plan.cluster
+def _comm_volume(block: QuantizedCommConfig, plan: Plan) -> CommVolume:
+    """Return the volume of a block's messages."""
     return cost.comm_volume(
-        block.to_scheme(), plan.stage, plan.model.param_specs, ranks=plan.ranks,
-        node_size=cluster.node_size, gradient_dtype=plan.dtype, gathers=plan.gathers,
+        block.to_scheme(),
+        plan.stage,
+        plan.model.param_specs,
+        ranks=plan.ranks,
+        node_size=plan.cluster.node_size,
+        gradient_dtype=plan.dtype,
+        gathers=plan.gathers,
         stock_gradients=plan.exact_gradients,
-    )  # fmt: skip
+    )
 
 
 # ---- the answer ----
 
 
 def answer(plan: Plan, rows: list[Row]) -> tuple[Row, list[str]]:
-    """Return what to take, DeepSpeed as shipped for nothing, and why in sentences."""
-    shipped, room = rows[0], plan.gpu_memory or float("inf")
-    sizes = {name: min(SMALL_BUCKET, getattr(plan.buckets, name)) for name in _SIZES}
-    small = replace(plan, buckets=replace(plan.buckets, **sizes))
-    if small.shipped_memory > room:
-        return shipped, [
-            f"the model itself does not fit: DeepSpeed needs {_gb(small.shipped_memory)} GB of "
+    """Return the row to take and the reasons in sentences.
+
+    The row of DeepSpeed as shipped means to leave the block out.
+    """
+    stock = rows[0]
+    room = plan.gpu_memory or float("inf")
+    small = plan.with_small_buckets()
+    if small.stock_memory > room:
+        return stock, [
+            f"the model itself does not fit: DeepSpeed needs {_gb(small.stock_memory)} GB of "
             f"{_gb(room)} per GPU without ds_quant, without activations: take more GPUs, a higher "
             "stage or offloading"
         ]
     if not plan.advised:
-        return shipped, ["leave the block out: on one node links are too fast for it to gain"]
-    fit = (row for row in rows[1:] if not row.note or row.note.startswith("needs "))
-    gaining = [row for row in fit if row.speedup_serial >= WORTH_IT]
-    gaining.sort(key=lambda row: (row.scheme != plan.advised, row.step_serial))
+        return stock, ["leave the block out: on one node links are too fast for it to gain"]
+    gaining = [row for row in rows[1:] if row.may_be_taken and row.speedup_serial >= WORTH_IT]
     if not gaining:
-        return shipped, [f"leave the block out: nothing gains 5 %, {shipped.limit} limits the step"]
-    first = gaining[0]
-    gains = f"{span(*first.speedups, '.1f')} x"
-    (less,) = (row for row in forecast(small) if row.scheme == first.scheme)
-    keys = " and ".join(f"{name}_bucket_size" for name in _SIZES[: 2 - (plan.stage == 3)])
-    saved = first.gpu_memory - less.gpu_memory
-    set_them = f"set {keys} to 5e7, -{_gb(saved)} GB"
-    if first.gpu_memory > room >= less.gpu_memory:
-        return less, [f"{first.scheme} gains {gains} but does not fit: {set_them}"]
-    taken = next((row for row in gaining if row.gpu_memory <= room), None)
-    needs = f"{first.scheme} gains {gains} but needs {_gb(first.gpu_memory)} GB per GPU"
-    if taken is None:
-        return shipped, [f"leave the block out: {needs}"]
-    said = [f"take {taken.scheme}: {span(*taken.speedups, '.1f')} x as fast as DeepSpeed as "
-            f"shipped, +{_gb(taken.gpu_memory - shipped.gpu_memory)} GB per GPU"]  # fmt: skip
-    if taken is not first:
-        return taken, [*said, needs]
-    return taken, said + [f"to save memory {set_them}"] * (saved > 1e9)
-
-
-def other_stage(plan: Plan, taken: Row) -> list[str]:
-    """Say which other ZeRO stage has a shorter step, with a block or without, if one has."""
-    room, found = plan.gpu_memory or float("inf"), []
-    for stage in sorted({2, 3, 1} - {plan.stage}, key=(2, 3, 1).index):
-        other = replace(plan, stage=stage, block=None)
-        rows = forecast(other)
-        best, _ = answer(other, rows)
-        if rows[0].step_serial <= WORTH_IT * best.step_serial:
-            best = rows[0]
-        if best.gpu_memory <= room:
-            found.append((stage, best))
-    stage, best = min(found, default=(0, taken), key=lambda f: f[1].step_serial)
-    fits = taken.gpu_memory > room and stage
-    if not fits and WORTH_IT * best.step_serial > taken.step_serial:
-        return []
-    plain = best.scheme == SHIPPED
-    what = f"plain ZeRO-{stage} without the block" if plain else f"ZeRO-{stage} with {best.scheme}"
-    steps = [span(row.step_overlapped, row.step_serial) for row in (best, taken)]
-    than = "fits" if fits else f"is shorter than {steps[1]} s"
-    return [f"{what} {than}: {steps[0]} s a step, {_gb(best.gpu_memory)} GB per GPU"]
+        return stock, [f"leave the block out: nothing gains 5 %, {stock.limit} limits the step"]
+    # The advised scheme first, then the shortest step.
+    gaining.sort(key=lambda row: (row.scheme != plan.advised, row.step_serial))
+    best = gaining[0]
+    gain = f"{best.scheme} gains {span(*best.speedups, '.1f')} x"
+    with_small_buckets = next(row for row in forecast(small) if row.scheme == best.scheme)
+    saved = best.gpu_memory - with_small_buckets.gpu_memory
+    keys = "reduce_bucket_size"
+    if plan.stage < 3:
+        keys += " and allgather_bucket_size"
+    smaller_buckets = f"set {keys} to 5e7, -{_gb(saved)} GB"
+    if best.gpu_memory > room >= with_small_buckets.gpu_memory:
+        return with_small_buckets, [f"{gain} but does not fit: {smaller_buckets}"]
+    fitting = [row for row in gaining if row.gpu_memory <= room]
+    if not fitting:
+        return stock, [f"leave the block out: {gain} but needs {_gb(best.gpu_memory)} GB per GPU"]
+    taken = fitting[0]
+    sentences = [
+        f"take {taken.scheme}: {span(*taken.speedups, '.1f')} x as fast as DeepSpeed as "
+        f"shipped, +{_gb(taken.gpu_memory - stock.gpu_memory)} GB per GPU"
+    ]
+    if taken is not best:
+        sentences.append(f"{gain} but needs {_gb(best.gpu_memory)} GB per GPU")
+    elif saved > 1e9:
+        sentences.append(f"to save memory {smaller_buckets}")
+    return taken, sentences
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2g}" if abs(nbytes) < 1e10 else f"{nbytes / 1e9:.3g}"
+    if abs(nbytes) < 1e10:
+        return f"{nbytes / 1e9:.2g}"
+    return f"{nbytes / 1e9:.3g}"
 
 
-def span(low: float, high: float, form: str = ".2g") -> str:
+def span(low: float, high: float, form: str) -> str:
     """Format a range; one number if both look alike."""
-    return "-".join(dict.fromkeys((format(low, form), format(high, form))))
+    first = format(low, form)
+    last = format(high, form)
+    return first if first == last else f"{first}-{last}"

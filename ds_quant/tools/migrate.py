@@ -1,7 +1,7 @@
 """``ds_quant migrate``: turn DeepSpeed's own communication savers into a ``quantized_comm`` block.
 
-ZeRO++ (hpZ, qwZ, qgZ), LoCo, MiCS, 1-bit Adam, 1-bit LAMB and 0/1 Adam are translated; every change
-is explained. Every other key stays, in its order. Loads neither torch nor deepspeed.
+Translates ZeRO++ (hpZ, qwZ, qgZ), LoCo, MiCS, 1-bit Adam, 1-bit LAMB and 0/1 Adam, and explains
+every change. All other keys stay, in their order. Loads neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,22 @@ from ds_quant.config.errors import ConfigError, path_of, show
 from ds_quant.config.schema import KEY, parse
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import ONE_BIT, section
-from ds_quant.tools.cli import about, load, not_plain_json
+from ds_quant.tools.files import about, load, not_plain_json
 
 _ZERO = "zero_optimization"
-_NODE = "zero_hpz_partition_size"
-_MICS = ("mics_shard_size", "mics_hierarchical_params_gather")
-_WEIGHTS, _FROZEN, _GRADIENTS = (
-    f"zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")
-)
-_KNOWN = (_NODE, _WEIGHTS, _FROZEN, _GRADIENTS, "zeropp_loco_param", *_MICS)
+_HPZ = "zero_hpz_partition_size"
+_WEIGHTS = "zero_quantized_weights"
+_FROZEN = "zero_quantized_nontrainable_weights"
+_GRADIENTS = "zero_quantized_gradients"
+_LOCO = "zeropp_loco_param"
+_MICS = "mics_shard_size"
+_MICS_GATHER = "mics_hierarchical_params_gather"
+_KNOWN = (_HPZ, _WEIGHTS, _FROZEN, _GRADIENTS, _LOCO, _MICS, _MICS_GATHER)
+# Beginnings of keys that may be one of these in another version of DeepSpeed.
 _FAMILIES = ("zero_quantized", "zero_hpz", "zeropp", "mics")
-# What DeepSpeed's Adam and LAMB take, of the parameters of their 1-bit forms.
+# Parameters of the 1-bit optimizers that DeepSpeed's Adam and LAMB have, too.
 _OPTIMIZER_KEYS = "lr betas eps weight_decay bias_correction max_coeff min_coeff".split()
+# Parameters that they do not have.
 _COMPRESSION_KEYS = (
     "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min",
     "factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler",
@@ -41,199 +43,231 @@ _COMPRESSION_KEYS = (
 
 @dataclass(kw_only=True)
 class Migration:
-    """A config that changes, and what changes in it.
+    """A config being translated, and its changes.
 
-    block: of quantized_comm, empty if none is needed. said: one line per change; left: what stays
-    and may need a hand.
+    block: the keys of quantized_comm, empty if none is needed.
+    changes: one sentence per change.
+    remarks: one sentence per setting that stays and may need an edit.
     """
 
     config: dict[str, Any]
     block: dict[str, Any] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def remove(self, *path: str, why: str) -> None:
-        """Take a key out, and say why."""
-        value = reduce(getitem, path[:-1], self.config).pop(path[-1])
-        self.said.append(f"{'.'.join(path)}={show(value)}: {why}")
+        """Remove a key, and note the reason."""
+        *parents, key = path
+        section = self.config
+        for parent in parents:
+            section = section[parent]
+        value = section.pop(key)
+        self.changes.append(f"{'.'.join(path)}={show(value)}: {why}")
 
-    def set(self, *path: str, value: Any, why: str) -> None:
-        """Give a key a value, and say why."""
-        place = self.config
-        for part in path[:-1]:
-            place[part] = place[part] if isinstance(place.get(part), dict) else {}
-            place = place[part]
-        place[path[-1]] = value
-        self.said.append(f"{'.'.join(path)}={show(value)} (new): {why}")
+    def set(self, *path: str, value: object, why: str) -> None:
+        """Set a key, and note the reason."""
+        *parents, key = path
+        section = self.config
+        for parent in parents:
+            if not isinstance(section.get(parent), dict):
+                section[parent] = {}
+            section = section[parent]
+        section[key] = value
+        self.changes.append(f"{'.'.join(path)}={show(value)} (new): {why}")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the new file and explain it; 1 if something is left that start-up refuses."""
-    source = arguments.path
+    """Write the new file and explain it; return 1 if start-up would still refuse it."""
+    source: Path = arguments.path
     with about(source):
-        found = translate(load(source))
-        if not found.said:
+        migration = translate(load(source))
+        if not migration.changes:
             refused = _refused(source)
-            print("\n".join([f"{source}: nothing to translate", *found.left, *refused]))
+            print("\n".join([f"{source}: nothing to translate", *migration.remarks, *refused]))
             return 1 if refused else 0
         if not_plain_json(source):
-            found.left.append(
+            migration.remarks.append(
                 "comments of the old file are not in the new one, which is plain JSON"
             )
-    target = arguments.out or source.with_name(f"{source.stem}.ds_quant{source.suffix}")
+    target: Path = arguments.out or source.with_name(f"{source.stem}.ds_quant{source.suffix}")
     with about(target):
         if target.exists() and arguments.out is None:
             raise ConfigError("exists: give -o FILE, which may overwrite")
-        target.write_text(as_text(found.config), "utf-8")
+        target.write_text(as_text(migration.config), "utf-8")
     refused = _refused(target)
-    print("\n".join([*found.said, *found.left, *refused, f"written: {target}"]))
+    print("\n".join([*migration.changes, *migration.remarks, *refused, f"written: {target}"]))
     return 1 if refused else 0
 
 
 def translate(config: dict[str, Any]) -> Migration:
-    """Change a DeepSpeed config."""
-    found, zero = Migration(config=config), config.get(_ZERO)
+    """Translate a DeepSpeed config in place."""
+    migration = Migration(config=config)
+    zero = config.get(_ZERO)
     if isinstance(zero, dict):
-        _zeropp(zero, refusals.stage_of(config), found)
-        _mics(zero, found)
-        found.left += [
-            f"{_ZERO}.{key}={show(value)}: not known here, left as it is"
-            for key, value in zero.items()
-            if key.startswith(_FAMILIES) and key not in _KNOWN
-        ]
-    _one_bit(config, found)
-    _dtype(config, found)
+        _zeropp(zero, refusals.stage_of(config), migration)
+        _mics(zero, migration)
+        for key, value in zero.items():
+            if key.startswith(_FAMILIES) and key not in _KNOWN:
+                migration.remarks.append(
+                    f"{_ZERO}.{key}={show(value)}: not known here, left as it is"
+                )
+    _one_bit(config, migration)
+    _dtype(config, migration)
     if "sparse_gradients" in config:
         why = "DeepSpeed from 0.19.7 on refuses it; gradients of embeddings are reduced dense"
-        found.remove("sparse_gradients", why=why)
-    if found.block and KEY in config:
-        found.left.append(f"{KEY}: is there already and stays; the translation would be "
-                          f"{show(found.block)}")  # fmt: skip
-    elif found.block:
-        config[KEY] = found.block
-        found.said.append(f"{KEY}={json.dumps(found.block)} (new)")
-    return found
+        migration.remove("sparse_gradients", why=why)
+    if migration.block and KEY in config:
+        migration.remarks.append(
+            f"{KEY}: is there already and stays; the translation would be {show(migration.block)}"
+        )
+    elif migration.block:
+        config[KEY] = migration.block
+        migration.changes.append(f"{KEY}={json.dumps(migration.block)} (new)")
+    return migration
 
 
-def _zeropp(zero: dict[str, Any], stage: Any, found: Migration) -> None:
-    """hpZ, qwZ, qgZ, frozen weights in few bits, LoCo, and the shards of MiCS."""
-    secondary, mics = (refusals.number(zero.get(key)) for key in (_NODE, _MICS[0]))
-    ranks = mics if mics > 1 else secondary  # MiCS splits the weights over its own shards
-    weights, frozen, gradients = (
-        refusals.is_on(zero.get(key)) for key in (_WEIGHTS, _FROZEN, _GRADIENTS)
-    )
-    shard = ranks > 1
-    if shard or weights or frozen or gradients:
-        found.block |= _zeropp_block(shard, weights, frozen, gradients)
-    if shard:
-        found.block["node_size"] = int(ranks)
-    node = f"{path_of(('node_size',))}: weights stay in nodes of that many ranks"
-    if mics > 1 and mics != secondary:
-        node = f"{_MICS[0]}={show(zero[_MICS[0]])} sets {path_of(('node_size',))}"
-    reasons = {
-        _NODE: secondary > 1 and node,
-        _WEIGHTS: weights and "8-bit weights",
-        _FROZEN: frozen and "frozen weights travel in 8 bits, and are kept in 16",
-        _GRADIENTS: gradients and "4-bit gradients on both hops; scheme sdp4bit sends fewer bytes "
-        "and loses less",
-        "zeropp_loco_param": "error feedback is not offered, and DeepSpeed 0.19.8 removed it; "
-        "schemes sdp4bit and eden4 round gradients unbiased and need none",
-    }  # fmt: skip
-    ignored = "" if stage == 3 else f"; DeepSpeed ignores it under stage {stage}, ds_quant does not"
-    for key, why in reasons.items():
-        if key in zero and why:
-            found.remove(_ZERO, key, why=why + ignored)
+_LOCO_REASON = (
+    "error feedback is not offered, and DeepSpeed 0.19.8 removed it; schemes sdp4bit and eden4 "
+    "round gradients unbiased and need none"
+)
 
 
-def _zeropp_block(shard: bool, weights: bool, frozen: bool, gradients: bool) -> dict[str, Any]:
-    if not (weights or gradients):  # hpZ, perhaps with adapters over frozen weights
-        if not frozen:
-            return {"scheme": "hybrid"}
-        more = {"node_shard": True} if shard else {}
-        return {"scheme": "qsdp", **more, "gradients": {"enabled": False}}
-    block: dict[str, Any] = {"scheme": "zeropp"}
-    if not shard:
-        block["node_shard"] = False
-    if not (weights or frozen):
-        block["weights"] = {"enabled": False}
-    if not gradients:
-        block["gradients"] = {"enabled": False}
+def _zeropp(zero: dict[str, Any], stage: object, migration: Migration) -> None:
+    """Translate hpZ, qwZ, qgZ, quantized frozen weights and LoCo; node size also from MiCS."""
+    secondary_shards = refusals.number(zero.get(_HPZ))
+    mics_shards = refusals.number(zero.get(_MICS))
+    has_weights = refusals.is_on(zero.get(_WEIGHTS))
+    has_frozen = refusals.is_on(zero.get(_FROZEN))
+    has_gradients = refusals.is_on(zero.get(_GRADIENTS))
+    # MiCS shards the weights over its own ranks, also beside hpZ.
+    node_size = mics_shards if mics_shards > 1 else secondary_shards
+    has_node_shard = node_size > 1
+    if has_node_shard or has_weights or has_frozen or has_gradients:
+        migration.block |= _zeropp_block(has_node_shard, has_weights, has_frozen, has_gradients)
+    if has_node_shard:
+        migration.block["node_size"] = int(node_size)
+    reasons = {_LOCO: _LOCO_REASON}
+    if secondary_shards > 1:
+        node_size_key = path_of(("node_size",))
+        reasons[_HPZ] = f"{node_size_key}: weights stay in nodes of that many ranks"
+        if mics_shards > 1 and mics_shards != secondary_shards:
+            reasons[_HPZ] = f"{_MICS}={show(zero[_MICS])} sets {node_size_key}"
+    if has_weights:
+        reasons[_WEIGHTS] = "8-bit weights"
+    if has_frozen:
+        reasons[_FROZEN] = "frozen weights are sent in 8 bits, and kept in 16"
+    if has_gradients:
+        reasons[_GRADIENTS] = (
+            "4-bit gradients on both hops; scheme sdp4bit sends fewer bytes and loses less"
+        )
+    ignored = ""
+    if stage != 3:
+        ignored = f"; DeepSpeed ignores it under stage {stage}, ds_quant does not"
+    for key in (_HPZ, _WEIGHTS, _FROZEN, _GRADIENTS, _LOCO):
+        if key in zero and key in reasons:
+            migration.remove(_ZERO, key, why=reasons[key] + ignored)
+
+
+def _zeropp_block(
+    has_node_shard: bool, has_weights: bool, has_frozen: bool, has_gradients: bool
+) -> dict[str, Any]:
+    """Return the block of a combination of hpZ, qwZ, quantized frozen weights and qgZ."""
+    if has_weights or has_gradients:
+        block: dict[str, Any] = {"scheme": "zeropp"}
+        if not has_node_shard:
+            block["node_shard"] = False
+        if not has_weights and not has_frozen:
+            block["weights"] = {"enabled": False}
+        if not has_gradients:
+            block["gradients"] = {"enabled": False}
+        return block
+    if not has_frozen:  # hpZ alone
+        return {"scheme": "hybrid"}
+    block = {"scheme": "qsdp"}
+    if has_node_shard:
+        block["node_shard"] = True
+    block["gradients"] = {"enabled": False}
     return block
 
 
-def _mics(zero: dict[str, Any], found: Migration) -> None:
-    """MiCS, after ``_zeropp``, which gives the block the shards of its size."""
-    size = refusals.number(zero.get("mics_shard_size"))
-    if size > 1:
+def _mics(zero: dict[str, Any], migration: Migration) -> None:
+    """Translate MiCS, after ``_zeropp`` has set the node size."""
+    shards = refusals.number(zero.get(_MICS))
+    if shards > 1:
         why = (
-            f"scheme {found.block['scheme']}: weights stay in nodes of node_size ranks, gradients "
-            "cross between them once per step; optimizer states are sharded over all ranks: less "
-            "memory"
+            f"scheme {migration.block['scheme']}: weights stay in nodes of node_size ranks, "
+            "gradients cross between them once per step; optimizer states are sharded over all "
+            "ranks: less memory"
         )
-    elif size == 1:
-        found.block = found.block or {"scheme": "full_precision"}
+    elif shards == 1:
+        if not migration.block:
+            migration.block = {"scheme": "full_precision"}
         why = "shards of one rank are full copies: zero_optimization.stage 1 or 2 keeps those"
     else:
         why = "was off"
-    for key, reason in zip(
-        _MICS, (why, "belongs to MiCS; gathers stay inside the node"), strict=True
-    ):
-        if key in zero:
-            found.remove(_ZERO, key, why=reason)
+    if _MICS in zero:
+        migration.remove(_ZERO, _MICS, why=why)
+    if _MICS_GATHER in zero:
+        migration.remove(_ZERO, _MICS_GATHER, why="belongs to MiCS; gathers stay inside the node")
 
 
-def _one_bit(config: Mapping[str, Any], found: Migration) -> None:
-    """Optimizers that compress by themselves become the plain ones, with a block."""
+def _one_bit(config: Mapping[str, Any], migration: Migration) -> None:
+    """Replace an optimizer that compresses momentum by the plain one with a block."""
     optimizer = section(config, "optimizer")
     kind = str(optimizer.get("type", "")).lower()
     if kind not in ONE_BIT:
         return
-    plain, params = ONE_BIT[kind], section(optimizer, "params")
+    plain = ONE_BIT[kind]
+    params = section(optimizer, "params")
     why = f"{optimizer['type']} compresses momentum by itself, and DeepSpeed 0.19.7 removed it"
-    found.set("optimizer", "type", value=plain, why=why)
-    found.block |= {"scheme": "sdp4bit"}
-    steps = refusals.number(params.get("freeze_step"))
-    if steps >= 1:
-        found.block["warmup_steps"] = int(steps)
+    migration.set("optimizer", "type", value=plain, why=why)
+    migration.block |= {"scheme": "sdp4bit"}
+    freeze_step = refusals.number(params.get("freeze_step"))
+    if freeze_step >= 1:
+        migration.block["warmup_steps"] = int(freeze_step)
     for key, value in params.items():
         if key in _COMPRESSION_KEYS:
             why = f"{plain} has no such parameter"
-            if key == "freeze_step" and steps >= 1:
+            if key == "freeze_step" and freeze_step >= 1:
                 why = f"{path_of(('warmup_steps',))}: steps in full precision at the start"
-            found.remove("optimizer", "params", key, why=why)
+            migration.remove("optimizer", "params", key, why=why)
         elif key not in _OPTIMIZER_KEYS:
-            found.left.append(
+            migration.remarks.append(
                 f"optimizer.params.{key}={show(value)}: not known here, left as it is"
             )
     if refusals.stage_of(config) not in (1, 2, 3):
         why = "ds_quant works under ZeRO; stage 1 keeps weights and gradients as they were"
-        found.set(_ZERO, "stage", value=1, why=why)
+        migration.set(_ZERO, "stage", value=1, why=why)
     if plain == "Lamb" and not config.get("zero_allow_untested_optimizer"):
         why = "DeepSpeed asks for it: ZeRO with LAMB"
-        found.set("zero_allow_untested_optimizer", value=True, why=why)
+        migration.set("zero_allow_untested_optimizer", value=True, why=why)
 
 
-def _dtype(config: Mapping[str, Any], found: Migration) -> None:
-    """A cast before gradients are sent."""
-    value = config.get("communication_data_type")
-    if value is None:
+def _dtype(config: Mapping[str, Any], migration: Migration) -> None:
+    """Remove a cast of gradients before they are sent; without a block add one."""
+    dtype = config.get("communication_data_type")
+    if dtype is None:
         return
-    if value != "fp32" and not found.block and KEY not in config:
-        found.block |= {"scheme": "qsdp"}
-    if found.block or KEY in config:
+    if dtype != "fp32" and not migration.block and KEY not in config:
+        migration.block |= {"scheme": "qsdp"}
+    if migration.block or KEY in config:
         why = "gradients are sent as the scheme says, summed in fp32: a cast before adds error"
-        found.remove("communication_data_type", why=why)
+        migration.remove("communication_data_type", why=why)
 
 
 def as_text(config: dict[str, Any]) -> str:
     """Return the text of a file: keys in their order, lists of numbers on one line."""
     text = json.dumps(config, indent=2)
-    numbers = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s*\]")
-    return numbers.sub(lambda found: f"[{' '.join(found.group(1).split())}]", text) + "\n"
+    lists = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s*\]")
+    return lists.sub(_on_one_line, text) + "\n"
+
+
+def _on_one_line(match: re.Match[str]) -> str:
+    return f"[{' '.join(match.group(1).split())}]"
 
 
 def _refused(path: Path) -> list[str]:
-    """What start-up would still refuse."""
+    """Return a sentence per setting that start-up would still refuse."""
     try:
         config = load(path)
         block = parse(config)

@@ -1,4 +1,4 @@
-"""``ds_quant plot``: draw the metrics file of a run: bytes, error and seconds over steps."""
+"""``ds_quant plot``: draw the metrics file of a run: bytes, errors and seconds by step."""
 
 from __future__ import annotations
 
@@ -13,138 +13,182 @@ from ds_quant.tools import plot_style
 
 _SECTIONS = ("encode", "wait", "decode")
 _LINKS = ("weights inter", "weights intra", "gradients inter", "gradients intra")
-# The same in every panel.
+_OTHER_COLOR = "#444444"
+# A link has the same colour in every panel.
 _COLORS = {
-    name: color
-    for names in (_SECTIONS, _LINKS)
-    for name, color in zip(names, plot_style.PALETTE, strict=False)
+    **dict(zip(_SECTIONS, plot_style.PALETTE, strict=False)),
+    **dict(zip(_LINKS, plot_style.PALETTE, strict=False)),
 }
 
-Row = dict[str, Any]  # a line of the file
+Record = dict[str, Any]  # a line of the file
+Series = dict[str, list[float]]  # values of every line of a panel, NaN where a record has none
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the picture."""
     path: Path = arguments.metrics
-    out = arguments.out or path.with_suffix(".png")
-    out = out if out.suffix else out.with_suffix(".png")  # as matplotlib would
-    rows = read(path)
-    draw(rows, title=path.name, path=out)
-    print(f"{out}: {len(rows)} sampled steps, {rows[0]['step']} to {rows[-1]['step']}")
+    out: Path = arguments.out or path
+    if arguments.out is None or not out.suffix:
+        out = out.with_suffix(".png")
+    records = read(path)
+    draw(records, title=path.name, path=out)
+    print(f"{out}: {len(records)} sampled steps, {records[0]['step']} to {records[-1]['step']}")
     return 0
 
 
-def read(path: Path) -> list[Row]:
+# ---- the file ----
+
+
+def read(path: Path) -> list[Record]:
     """Return the records of a metrics file, by step.
 
-    A run that was resumed appends to the file: its records replace those of the steps it repeats.
-    A last line without an end is still being written and is left out. So are lines that are not
-    records, such as one that a full disk has cut off; they are named on standard error.
+    A resumed run appends to the file: its records replace those of the steps it repeats. A last
+    line without a newline is still being written and is left out. Lines that are not records, such
+    as one that a full disk has cut off, are left out and named on standard error.
 
     Raises:
         ValueError: there is no record.
     """
-    rows: list[Row] = []
-    bad: list[int] = []
+    records: list[Record] = []
+    wrong_lines: list[str] = []
     lines = path.read_text("utf-8", errors="replace").split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
-        row = _record(line)
-        if row is None:
-            bad.append(number)
+        record = _parse(line)
+        if record is None:
+            wrong_lines.append(str(number))
             continue
-        while rows and rows[-1]["step"] >= row["step"]:
-            rows.pop()
-        rows.append(row)
-    wrong = f"no JSON objects of numbers with a step in line(s) {', '.join(map(str, bad))}"
-    if not rows:
+        while records and records[-1]["step"] >= record["step"]:
+            records.pop()
+        records.append(record)
+    problem = "no records yet"
+    if wrong_lines:
+        problem = f"no JSON objects of numbers with a step in line(s) {', '.join(wrong_lines)}"
+    if not records:
         raise ValueError(
-            f"{path}: {wrong if bad else 'no records yet'}: allowed: a file that "
-            "quantized_comm.metrics.file names, written every metrics.interval optimizer steps"
+            f"{path}: {problem}: allowed: a file that quantized_comm.metrics.file names, written "
+            "every metrics.interval optimizer steps"
         )
-    if bad:
-        print(f"{path}: {wrong}: left out", file=sys.stderr)
-    return rows
+    if wrong_lines:
+        print(f"{path}: {problem}: left out", file=sys.stderr)
+    return records
 
 
-def _record(line: str) -> Row | None:
-    """Parse a record; None if the line is something else."""
+def _parse(line: str) -> Record | None:
+    """Return the record of a line; None if the line is something else."""
     try:
-        row = json.loads(line)
-        sound = isinstance(row["step"], int) and all(
-            value is None or (math.isfinite(value) and not isinstance(value, bool))
-            for value in row.values()
-        )
+        record = json.loads(line)
+        if not isinstance(record["step"], int):
+            return None
+        for value in record.values():
+            if isinstance(value, bool):
+                return None
+            if value is not None and not math.isfinite(value):
+                return None
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
-    return row if sound else None
+    return record
 
 
-def draw(rows: list[Row], *, title: str, path: Path) -> None:
-    """Write a picture of three panels over the optimizer steps."""
+# ---- the picture ----
+
+
+def draw(records: list[Record], *, title: str, path: Path) -> None:
+    """Write a picture of three panels: bytes, errors and seconds by optimizer step."""
     figure, panels = plot_style.pyplot().subplots(3, 1, figsize=(8, 9), sharex=True)
-    steps = [row["step"] for row in rows]
-    for axes, panel in zip(panels, (_bytes, _errors, _seconds), strict=True):
-        for name, values in panel(axes, rows).items():
-            axes.plot(steps, values, label=name, color=_COLORS.get(name, "#444444"), marker=".")
-        if axes.get_yscale() == "linear":
-            axes.set_ylim(bottom=0)
-        plot_style.finish(axes)
-    panels[-1].set_xlabel("optimizer step")
+    bytes_axes, error_axes, seconds_axes = panels
+    steps = [record["step"] for record in records]
+    _plot(bytes_axes, steps, _bytes(bytes_axes, records))
+    _plot(error_axes, steps, _errors(error_axes, records))
+    _plot(seconds_axes, steps, _seconds(seconds_axes, records))
+    seconds_axes.set_xlabel("optimizer step")
     figure.suptitle(title)
     plot_style.save(figure, path)
 
 
-def _series(rows: list[Row], what: str) -> dict[str, list[float]]:
-    """Values of ``<role>/<link>/<what>`` by "role link"; NaN where a record has none."""
-    ending = f"/{what}"
-    names = dict.fromkeys(name for row in rows for name in row if name.endswith(ending))
-    return {name.removesuffix(ending).replace("/", " "): _values(rows, name) for name in names}
+def _plot(axes: Any, steps: list[int], series: Series) -> None:
+    """Draw the lines of a panel and their legend."""
+    for name, values in series.items():
+        axes.plot(steps, values, label=name, color=_COLORS.get(name, _OTHER_COLOR), marker=".")
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    plot_style.finish(axes)
 
 
-def _values(rows: list[Row], name: str) -> list[float]:
-    return [math.nan if (value := row.get(name)) is None else float(value) for row in rows]
-
-
-def _saved(rows: list[Row]) -> float | None:
-    """Share of the bytes of full precision that all records together did not send."""
-    sent = exact = 0.0
-    for row in rows:
-        for name, share in row.items():
-            if name.endswith("/saved") and share is not None and share < 1:
-                nbytes = row.get(name.removesuffix("saved") + "bytes") or 0.0
-                sent, exact = sent + nbytes, exact + nbytes / (1 - share)
-    return 1 - sent / exact if exact else None
-
-
-def _bytes(axes: Any, rows: list[Row]) -> dict[str, list[float]]:
+def _bytes(axes: Any, records: list[Record]) -> Series:
+    """Label the panel of bytes; return its series."""
     from matplotlib.ticker import EngFormatter
 
-    saved = _saved(rows)
-    than = "" if saved is None else f": {100 * saved:.0f} % less than in full precision"
-    axes.set_title(f"Bytes received per step{than}")
+    title = "Bytes received per step"
+    saved = _saved(records)
+    if saved is not None:
+        title += f": {100 * saved:.0f} % less than in full precision"
+    axes.set_title(title)
     axes.yaxis.set_major_formatter(EngFormatter("B"))
-    return _series(rows, "bytes")
+    return _series(records, "bytes")
 
 
-def _errors(axes: Any, rows: list[Row]) -> dict[str, list[float]]:
-    series = _series(rows, "error")
-    exact = [name for name, line in series.items() if not any(value > 0 for value in line)]
-    without = f" (none: {', '.join(exact)})" if exact else ""
-    axes.set(title=f"Error of the messages of rank 0{without}",
-             ylabel="squared error / squared norm")  # fmt: skip
-    if len(exact) < len(series):
+def _errors(axes: Any, records: list[Record]) -> Series:
+    """Label the panel of errors; return its series, without messages that have no error."""
+    title = "Error of the messages of rank 0"
+    series = {}
+    without_error = []
+    for name, values in _series(records, "error").items():
+        if any(value > 0 for value in values):
+            # A logarithmic axis has no 0.
+            series[name] = [value if value > 0 else math.nan for value in values]
+        else:
+            without_error.append(name)
+    if without_error:
+        title += f" (none: {', '.join(without_error)})"
+    if series:
         axes.set_yscale("log")
-    return {
-        name: [value if value > 0 else math.nan for value in line]
-        for name, line in series.items()
-        if name not in exact
-    }
-
-
-def _seconds(axes: Any, rows: list[Row]) -> dict[str, list[float]]:
-    series = {name: _values(rows, f"seconds/{name}") for name in _SECTIONS}
-    totals = {name: sum(value for value in line if value == value) for name, line in series.items()}
-    most, whole = max(totals, key=totals.__getitem__), sum(totals.values())
-    share = f": {most} takes {100 * totals[most] / whole:.0f} %" if whole else ""
-    axes.set(title=f"Time in collectives of a sampled step{share}", ylabel="seconds")
+    axes.set_title(title)
+    axes.set_ylabel("squared error / squared norm")
     return series
+
+
+def _seconds(axes: Any, records: list[Record]) -> Series:
+    """Label the panel of seconds; return its series."""
+    title = "Time in collectives of a sampled step"
+    series = {name: _values(records, f"seconds/{name}") for name in _SECTIONS}
+    totals = {}
+    for name, values in series.items():
+        totals[name] = sum(value for value in values if not math.isnan(value))
+    total = sum(totals.values())
+    if total:
+        longest = max(totals, key=totals.__getitem__)
+        title += f": {longest} takes {100 * totals[longest] / total:.0f} %"
+    axes.set_title(title)
+    axes.set_ylabel("seconds")
+    return series
+
+
+def _series(records: list[Record], quantity: str) -> Series:
+    """Return the values of ``<role>/<link>/<quantity>`` by "role link"."""
+    ending = f"/{quantity}"
+    names = dict.fromkeys(name for record in records for name in record if name.endswith(ending))
+    series = {}
+    for name in names:
+        series[name.removesuffix(ending).replace("/", " ")] = _values(records, name)
+    return series
+
+
+def _values(records: list[Record], name: str) -> list[float]:
+    """Return a value per record, NaN where it has none."""
+    values = (record.get(name) for record in records)
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _saved(records: list[Record]) -> float | None:
+    """Return the share of the bytes of full precision that was saved; None without bytes."""
+    sent = 0.0
+    full_precision = 0.0
+    for record in records:
+        for name, share in record.items():
+            if name.endswith("/saved") and share is not None and share < 1:
+                nbytes = record.get(name.removesuffix("saved") + "bytes") or 0.0
+                sent += nbytes
+                full_precision += nbytes / (1 - share)
+    if not full_precision:
+        return None
+    return 1 - sent / full_precision

@@ -1,4 +1,4 @@
-"""Draw every plot in one style: plain ticks, names beside the lines, colours that stay apart.
+"""One style of all plots: plain ticks, a legend beside the axes, colours that differ in hue.
 
 matplotlib is imported on first use, so that commands without a plot do not need it.
 """
@@ -12,18 +12,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Apart for colour-blind readers too (Okabe and Ito), in the order in which lines take them.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, in the order of use.
 PALETTE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5b3a")
 
 
 def shade(color: str, amount: float) -> str:
-    """Mix "#rrggbb" with white, or with black where ``amount`` (-1 to 1) is negative."""
+    """Mix "#rrggbb" with white.
+
+    amount: share of white, 0 to 1; if negative, share of black.
+    """
     target = 255 if amount > 0 else 0
-    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(part + (target - part) * abs(amount)):02x}" for part in parts)
+    mixed = "#"
+    for start in (1, 3, 5):
+        channel = int(color[start : start + 2], 16)
+        mixed += f"{round(channel + (target - channel) * abs(amount)):02x}"
+    return mixed
 
 
-# A hue per family, and in it a shade per scheme: the fewer bits, the darker.
+# A hue per family, and a shade per scheme of it: the fewer bits, the darker. "." skips a shade.
 _FAMILIES = {
     "#666666": "deepspeed_plain hybrid full_precision deepspeed_hpz",
     "#8c8cb4": ". fsdp2_hsdp",
@@ -41,12 +47,18 @@ COLORS = {
     for hue, schemes in _FAMILIES.items()
     for scheme, amount in zip(schemes.split(), _SHADES, strict=False)
 }
-# Of matplotlib: no box around the axes, a light grid, names beside the lines.
-_STYLE = {
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-    "legend.loc": "center left", "legend.frameon": False, "legend.fontsize": 9,
-    "figure.constrained_layout.use": True, "savefig.dpi": 120,
-}  # fmt: skip
+# matplotlib's settings: no box around the axes, a light grid, a legend beside the axes.
+_STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.loc": "center left",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 120,
+}
 
 
 def pyplot() -> Any:
@@ -67,41 +79,49 @@ def pyplot() -> Any:
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:
-    """Return one colour per name: a scheme has the same one in every plot, and with settings
-    (``qsdp:weights.bits=6``) a lighter one.
+    """Return one colour per name.
+
+    A scheme has the same colour in every plot, and a lighter one with settings
+    (``qsdp:weights.bits=6``). Other names take unused colours.
     """
     wanted = list(names)
-    found = {name: COLORS[name] for name in wanted if name in COLORS}
-    spare = itertools.cycle(PALETTE)
+    chosen = {name: COLORS[name] for name in wanted if name in COLORS}
+    palette = itertools.cycle(PALETTE)
     for name in wanted:
-        color = found.get(name) or COLORS.get(name.partition(":")[0]) or next(spare)
-        while name not in found and color in found.values():
+        if name in chosen:
+            continue
+        scheme = name.partition(":")[0]
+        color = COLORS[scheme] if scheme in COLORS else next(palette)
+        while color in chosen.values():
             color = shade(color, 0.25)
-        found[name] = color
-    return found
+        chosen[name] = color
+    return chosen
 
 
 def finish(axes: Any) -> None:
-    """Name the lines beside the axes."""
+    """Put a legend beside the axes, if they have lines."""
     lines, names = axes.get_legend_handles_labels()
     if lines:
         axes.legend(lines, map(wrapped, names), bbox_to_anchor=(1, 0.5))
 
 
 def plain_ticks(axis: Any, marks: Sequence[float] | None = None) -> None:
-    """Mark these values of a logarithmic axis, or 1, 2 and 5 times powers of ten, and write them as
-    people do: 10, 50, 200.
+    """Mark values of a logarithmic axis, written as plain numbers: 10, 50, 200.
+
+    marks: the values; by default 1, 2 and 5 times powers of ten.
     """
     from matplotlib import ticker
 
-    round_ones = ticker.LogLocator(subs=(1, 2, 5))
-    axis.set_major_locator(ticker.FixedLocator(list(marks)) if marks else round_ones)
+    if marks:
+        axis.set_major_locator(ticker.FixedLocator(list(marks)))
+    else:
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(ticker.NullLocator())
 
 
 def wrapped(name: str) -> str:
-    """In lines of about 28 characters: a scheme with settings is longer than a plot has room."""
+    """Break a long name, such as a scheme with settings, into lines of about 28 characters."""
     spaced = re.sub(r"([,:])(?=\S)", r"\1 ", name)
     return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))
 

@@ -1,8 +1,8 @@
-"""``ds_quant probe``: bandwidth and latency of the process groups that training will use.
+"""``ds_quant probe``: measure bandwidth and latency of the process groups that training will use.
 
-Run it as a training script is run, one process per GPU, or with ``--hostfile``: the groups, the
-backend and the calls are those of the plugin. All nodes send at once, as they do in a step. Writes
-JSON for ``ds_quant estimate --probe``.
+Start it as a training script, one process per GPU, with deepspeed or torchrun. Groups, backend and
+calls are the plugin's. All nodes send at once, as they do in a step. Writes JSON for
+``ds_quant estimate --probe``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import argparse
 import json
 import math
 import os
-import re
-import socket
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +23,20 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import show
 from ds_quant.policy.timing import Rate, rate_from, slowest
-from ds_quant.tools.cli import about
+from ds_quant.tools.files import about
 
 SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 25)  # bytes from each rank; the first gives the latency
-KIND, VERSION = "probe", 1
+KIND = "probe"
+VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """Result of a probe; None for a level that the ranks do not have."""
+class ProbeResult:
+    """Nodes of a job and the rates of its links.
+
+    intra: into one rank from its node; None with one rank per node.
+    inter: into one node from the others; None with one node.
+    """
 
     nodes: int
     node_size: int
@@ -43,50 +45,50 @@ class Found:
     inter: Rate | None
 
 
-def load(path: Path) -> Found:
+# ---- the file ----
+
+
+def load(path: Path) -> ProbeResult:
     """Read a file written by ``main``.
 
     Raises:
-        ValueError: it is none, of another version, or has a number that cannot be.
+        ValueError: it is another file, of another version, or has an impossible number.
     """
     facts = json.loads(path.read_text("utf-8"))
     try:
-        known = (facts["kind"], facts["version"]) == (KIND, VERSION)
-        given = {key: facts[key] for key in ("intra", "inter")}
-        rates = {key: None if rate is None else Rate(**rate) for key, rate in given.items()}
-        found = Found(**{key: facts[key] for key in ("nodes", "node_size", "backend")}, **rates)
-    except (KeyError, TypeError):
-        known = False
-    if not known:
-        raise ValueError("allowed: a file of this version's 'ds_quant probe'")
-    numbers = {"nodes": found.nodes, "node_size": found.node_size}
-    for level, rate in rates.items():
-        numbers |= {} if rate is None else {f"{level}.{k}": v for k, v in vars(rate).items()}
-    for key, value in numbers.items():
-        kinds, what = ((int, float), "numbers") if "." in key else ((int,), "whole numbers")
-        if type(value) not in kinds or not 0 < float(value) < math.inf:
-            raise ValueError(f"{key}={show(value)}: allowed: {what} above 0")
-    return found
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Measure and, on rank 0, write and print."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        if arguments.hostfile is not None:
-            command = launch_command(arguments)
-            sys.stdout.flush()
-            os.execv(command[0], command)  # so that signals and exit code are the launcher's
-        raise ValueError(
-            "RANK and WORLD_SIZE are not set: give it a --hostfile, as deepspeed takes it, or a "
-            "launcher: torchrun --nproc-per-node 8 --nnodes 2 ... --no-python ds_quant probe"
+        is_known = (facts["kind"], facts["version"]) == (KIND, VERSION)
+        result = ProbeResult(
+            nodes=facts["nodes"],
+            node_size=facts["node_size"],
+            backend=facts["backend"],
+            intra=_read_rate(facts["intra"]),
+            inter=_read_rate(facts["inter"]),
         )
-    if os.environ["RANK"] == "0":
-        _require_writable(arguments.out)
-    measure_and_write(arguments)
-    sys.stdout.flush()
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
-    return 0
+    except (KeyError, TypeError):
+        is_known = False
+    if not is_known:
+        raise ValueError("allowed: a file of this version's 'ds_quant probe'")
+    _require_positive("nodes", result.nodes, whole=True)
+    _require_positive("node_size", result.node_size, whole=True)
+    for level, rate in (("intra", result.intra), ("inter", result.inter)):
+        if rate is not None:
+            _require_positive(f"{level}.bytes_per_second", rate.bytes_per_second)
+            _require_positive(f"{level}.latency", rate.latency)
+    return result
+
+
+def _read_rate(facts: dict[str, Any] | None) -> Rate | None:
+    """Return a rate from its JSON; TypeError for other keys."""
+    return None if facts is None else Rate(**facts)
+
+
+def _require_positive(key: str, value: object, *, whole: bool = False) -> None:
+    """Raise ValueError unless a value of the file is a finite number above 0."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 < float(value) < math.inf and not (whole and isinstance(value, float)):
+            return
+    numbers = "whole numbers" if whole else "numbers"
+    raise ValueError(f"{key}={show(value)}: allowed: {numbers} above 0")
 
 
 def _require_writable(path: Path) -> None:
@@ -98,96 +100,119 @@ def _require_writable(path: Path) -> None:
         path.unlink()
 
 
-def launch_command(arguments: argparse.Namespace) -> list[str]:
-    """The deepspeed launcher with this very command on the hosts of ``arguments.hostfile``."""
-    path = arguments.hostfile
-    lines = [line.strip() for line in path.read_text("utf-8", errors="replace").splitlines()]
-    lines = [line for line in lines if line and not line.startswith("#")]
-    if not lines or not all(re.match(r"\S+\s+slots=\d", line) for line in lines):
-        raise ValueError(f"--hostfile {path}: allowed: a line per host, such as 'node0 slots=8'")
-    hosts = {line.split()[0] for line in lines}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    command += ["--hostfile", str(path), "--module", "--no_local_rank"]
-    if hosts <= {"localhost", "127.0.0.1"}:  # no need to reach them by ssh
-        command += ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    command += ["ds_quant", "probe", "--out", str(arguments.out)]
-    if arguments.node_size is not None:
-        command += ["--node-size", str(arguments.node_size)]
-    return command
+# ---- the command ----
 
 
-def free_port() -> str:
-    """Return a port of this machine that nobody uses."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
+def main(arguments: argparse.Namespace) -> int:
+    """Measure and, on rank 0, write and print."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "RANK and WORLD_SIZE are not set: start it with a launcher: deepspeed --hostfile "
+            "hostfile --no_local_rank --module ds_quant probe, or torchrun --nproc-per-node 8 "
+            "--nnodes 2 ... --no-python ds_quant probe"
+        )
+    if os.environ["RANK"] == "0":
+        _require_writable(arguments.out)
+    measure_and_write(arguments)
+    sys.stdout.flush()
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+    return 0
 
 
-def measure_and_write(arguments: argparse.Namespace) -> Found:
+def measure_and_write(arguments: argparse.Namespace) -> ProbeResult:
     """Measure on all ranks; rank 0 writes ``arguments.out`` and prints."""
-    found = _measure(arguments)
+    result = _measure(arguments)
     if int(os.environ["RANK"]) == 0:
-        facts = {"kind": KIND, "version": VERSION, **asdict(found)}
+        facts = {"kind": KIND, "version": VERSION, **asdict(result)}
         arguments.out.write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
-        print("\n".join(describe(found)))
+        print("\n".join(describe(result)))
         print(f"written: {arguments.out}; next: ds_quant estimate --probe {arguments.out} ...")
     torch.distributed.barrier()
-    return found
+    return result
 
 
-def describe(found: Found) -> list[str]:
-    """Format a line per level."""
-    shown = [f"{found.nodes} x {found.node_size} ranks over {found.backend}"]
-    for rate, what in ((found.intra, "inside a node, into a rank"), (found.inter, "into a node")):
-        if rate is not None:
-            shown.append(
-                f"{what}: {rate.bytes_per_second * 8 / 1e9:.3g} Gb/s, "
-                f"{rate.latency * 1e6:.0f} us per collective"
-            )
-    return shown
+def describe(result: ProbeResult) -> list[str]:
+    """Format the nodes, and a line per level that exists."""
+    lines = [f"{result.nodes} x {result.node_size} ranks over {result.backend}"]
+    if result.intra is not None:
+        lines.append(f"inside a node, into a rank: {_describe_rate(result.intra)}")
+    if result.inter is not None:
+        lines.append(f"into a node: {_describe_rate(result.inter)}")
+    return lines
 
 
-def _measure(arguments: argparse.Namespace) -> Found:
-    cuda = torch.cuda.is_available()
-    if not cuda:
+def _describe_rate(rate: Rate) -> str:
+    gigabits = rate.bytes_per_second * 8 / 1e9
+    return f"{gigabits:.3g} Gb/s, {rate.latency * 1e6:.0f} us per collective"
+
+
+# ---- measuring ----
+
+
+def _measure(arguments: argparse.Namespace) -> ProbeResult:
+    """Initialize communication and measure both levels. A collective."""
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Imported here: it reads DS_ACCELERATOR.
     import deepspeed
 
-    if cuda:
+    if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    else:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build
-    backend = "nccl" if cuda else "gloo"
+    backend = "nccl" if has_cuda else "gloo"
     deepspeed.init_distributed(backend, verbose=False)
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    world = torch.distributed.get_world_size()
     if world < 2:
         raise ValueError("WORLD_SIZE=1: allowed: 2 ranks or more")
     topology = Topology(world=world, node_size=arguments.node_size or default_node_size(world))
-    device = torch.device("cuda" if cuda else "cpu")
-    levels = []
-    for name, groups in zip(("inside nodes", "between nodes"), topology.levels(), strict=True):
-        rate = None
-        made = [(ranks, torch.distributed.new_group(ranks)) for ranks in groups]
-        if len(groups[0]) > 1:
-            (own,) = (group for ranks, group in made if rank in ranks)
-            rate = _rate_of(name, own, topology, device, rank)
-        levels.append(rate)
-    intra, inter = levels
-    if inter is not None:  # every rank of a node receives its own share at the same time
-        whole = inter.bytes_per_second * topology.node_size
-        inter = Rate(bytes_per_second=whole, latency=inter.latency)
-    return Found(nodes=topology.nodes, node_size=topology.node_size, backend=backend,
-                 intra=intra, inter=inter)  # fmt: skip
+    device = torch.device("cuda" if has_cuda else "cpu")
+    nodes, across_nodes = topology.levels()
+    intra = _rate_of("inside nodes", nodes, topology, device)
+    inter = _rate_of("between nodes", across_nodes, topology, device)
+    if inter is not None:
+        # Every rank of a node receives its own share at the same time.
+        into_node = inter.bytes_per_second * topology.node_size
+        inter = Rate(bytes_per_second=into_node, latency=inter.latency)
+    return ProbeResult(
+        nodes=topology.nodes,
+        node_size=topology.node_size,
+        backend=backend,
+        intra=intra,
+        inter=inter,
+    )
 
 
-def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
-    """Return the rate of the slowest rank, so that the estimate waits as the step would."""
-    communicator, found = Communicator(group, topology=topology, traffic=Traffic()), []
+def _rate_of(
+    level: str, groups: list[list[int]], topology: Topology, device: torch.device
+) -> Rate | None:
+    """Return the rate of a level on the slowest rank; None for groups of one rank. A collective.
+
+    groups: global ranks of every process group, of which each rank belongs to one.
+    """
+    rank = torch.distributed.get_rank()
+    own_group = None
+    for ranks in groups:
+        group = torch.distributed.new_group(ranks)  # which all ranks of the world must call
+        if rank in ranks:
+            own_group = group
+    if len(groups[0]) == 1:
+        return None
+    communicator = Communicator(own_group, topology=topology, traffic=Traffic())
+    seconds = []
     for nbytes in SIZES:
         if rank == 0 and sys.stderr.isatty():
-            print(f"  {name}: {nbytes} bytes per rank", file=sys.stderr)
-        payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        repeats = 20 if nbytes < 1 << 20 else 5
-        gather = partial(communicator.all_gather, payload, role="weights")
-        found.append(slowest(lambda gather=gather: gather().wait(), device, repeats=repeats))
-    return rate_from([nbytes * (communicator.size - 1) for nbytes in SIZES], found)
+            print(f"  {level}: {nbytes} bytes per rank", file=sys.stderr)
+        seconds.append(_seconds_of(communicator, nbytes, device))
+    received = [nbytes * (communicator.size - 1) for nbytes in SIZES]
+    return rate_from(received, seconds)
+
+
+def _seconds_of(communicator: Communicator, nbytes: int, device: torch.device) -> float:
+    """Return the seconds of an all-gather of ``nbytes`` from each rank, on the slowest rank."""
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def gather() -> None:
+        communicator.all_gather(payload, role="weights").wait()
+
+    return slowest(gather, device, repeats=20 if nbytes < 1 << 20 else 5)

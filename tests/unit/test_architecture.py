@@ -63,7 +63,7 @@ OTHERS = {
     "zero.muon": {"torch", "deepspeed"},
     "zero.version": {"deepspeed", "packaging"},
     "zero.install": {"torch", "deepspeed"},
-    "tools": set("torch deepspeed packaging matplotlib transformers hjson psutil cupy".split()),
+    "tools": set("torch deepspeed packaging matplotlib transformers hjson cupy".split()),
 }
 ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
 # Modules that may use any attribute that zero/deepspeed_types.py declares.

@@ -90,11 +90,11 @@ def test_memory_of_deepspeed_is_added_up_by_hand(stage: int, dtype: str, offload
     plan = Plan(
         model=Model(name="", numel=10**9, layers=10, param_specs=(), trained=5 * 10**8, modules=10,
                     largest=10**7, hidden=1000),
-        dtype=planning._DTYPES[dtype], stage=stage, micro_steps=1, compute=1.0,
+        dtype=planning.DTYPES[dtype], stage=stage, micro_steps=1, compute=1.0,
         cluster=Cluster(nodes=2, node_size=2, link=1.0, intra_link=1.0),
         offloads=frozenset(offloads.split()), buckets=Buckets(reduce=10**8, fetch=fetch),
     )  # fmt: skip
-    found = plan.shipped_memory / 1e9, plan.shipped_host_memory / 1e9
+    found = plan.stock_memory / 1e9, plan.stock_host_memory / 1e9
     assert found == pytest.approx(HELD[stage, dtype, offloads])
     assert plan.counted == (10**9 if stage == 3 else 5 * 10**8)
 

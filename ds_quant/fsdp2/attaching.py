@@ -137,7 +137,7 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
         problems.append(
             f'{KEY}.scheme="{AUTOTUNE}": allowed under FSDP2: a preset, see docs/choosing.md'
         )
-    elif config.weights.exactly_differ:
+    elif config.weights.sends_lossless_differences:
         problems.append(
             f"{KEY}.weights.lossless=true: allowed under FSDP2: false; "
             '"hybrid" is the scheme with exact weights there'

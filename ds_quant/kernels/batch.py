@@ -17,8 +17,11 @@ import torch
 
 from ds_quant.kernels.wire import Codec, Format, round_up
 
+# First items in the buffers of an operation, and its first vector of random bits if it takes any.
+# The class of the operation gives their order.
 Places = tuple[int, ...]
-OWN_SIGNS = 2
+
+OWN_SIGNS = 2  # a value of ``flips``: every sender has sign flips of its own
 
 # Numbers by which the kernels know dtypes and ways to round.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -199,7 +202,7 @@ class RngArrays(NamedTuple):
     tensors: Sequence[torch.Tensor | None] = ()
 
 
-# What a job takes of its stream: field -> name in RngArrays.
+# Fields of a job that its stream fills in: field -> name in RngArrays.
 RANDOM = {name: name for name in ("key", "step", "first_vector")}
 FLIPS = {name: name for name in ("flips_low", "flips_high")}
 

@@ -295,7 +295,7 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
     fetch = Fetch(plugin)
     params = sharded_params.parameters_of(plugin.engine.module)
     fetch.attach(params)
-    plugin.serve([(p, p.ds_process_group) for p in params])
+    plugin.set_served_params([(p, p.ds_process_group) for p in params])
     _note_empty(plugin)
     require_memory(plugin)
     if plugin.routes.keeps_shard:
@@ -361,7 +361,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
             f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
             "engine.module; pass the module's own parameters to the optimizer"
         )
-    plugin.serve(served)
+    plugin.set_served_params(served)
     require_memory(plugin)
     replica = Replica(plugin, optimizer)
     plugin.replica = replica

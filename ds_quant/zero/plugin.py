@@ -111,7 +111,7 @@ class Plugin:
 
         # - The parameters of the module
         self._params = _params_of(engine, self.routes)  # by id of the tensor
-        # Parameters that this engine communicates, each with its process group; see ``serve``.
+        # Parameters that this engine communicates, each with its process group.
         self.served_params: Sequence[tuple[Tensor, object]] = ()
         self.has_few_ranks = False  # some of them belong to part of the world
 
@@ -162,8 +162,8 @@ class Plugin:
         """Return every parameter that the module had when the engine was built."""
         return self._params.values()
 
-    def serve(self, parameters: Sequence[tuple[Tensor, object]]) -> None:
-        """Take the parameters that this engine communicates, each with its process group.
+    def set_served_params(self, parameters: Sequence[tuple[Tensor, object]]) -> None:
+        """Set ``served_params``.
 
         Adds a start-up notice for those on a subset of ranks (experts, pipeline, tensor parallel).
         """
@@ -206,7 +206,7 @@ class Plugin:
         return tuple([self.communicator(group) for group in level_groups(self.topology)])
 
     def hierarchy(self, process_group: object) -> HierarchicalCommunicator:
-        """Return the communicators of both levels; those of one level for part of the world."""
+        """Return the communicators of both levels; a group smaller than the world has one level."""
         key = id(process_group)
         if key not in self._hierarchies:
             levels: tuple[Communicator, ...] = ()

@@ -38,7 +38,7 @@ from ds_quant.zero import (
     shard_hooks,
     sharded_params,
 )
-from ds_quant.zero.advice import advice, one_bucket
+from ds_quant.zero.advice import advice, one_bucket_advice
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ShardOptimizer, ZeroOptimizer
 from ds_quant.zero.equal_buckets import require_equal
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
@@ -47,7 +47,7 @@ from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_
 from ds_quant.zero.memory_check import require_memory
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from ds_quant.zero.owner_gradients import OwnerReduction
-from ds_quant.zero.partial_gradients import PartialGradients
+from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import figures
@@ -326,13 +326,13 @@ def _note_empty(plugin: Plugin) -> None:
 
 def _reduce_to_shards(plugin: Plugin, optimizer: ShardOptimizer) -> None:
     events, overlaps = plugin.hooks, plugin.engine.zero_overlap_comm()
-    muon.reduce_scatter(events)
-    plugin.notices += one_bucket(plugin.engine, muon.full_round(plugin, optimizer))
+    muon.set_reduce_scatter(events)
+    plugin.notices += one_bucket_advice(plugin.engine, muon.full_round(plugin, optimizer))
     reduction = ShardReduction(plugin)
     partition = None
     if plugin.partial_gradients is not None:
-        is_accumulated = partial(_is_accumulated, plugin, plugin.partial_gradients, -1)
-        partition = shard_hooks.skip_zero_shards(optimizer, is_accumulated)
+        has_partial_sums = partial(_has_partial_sums, plugin, plugin.partial_gradients, NO_OWNER)
+        partition = shard_hooks.skip_zero_shards(optimizer, has_partial_sums)
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
         events.after_zero_grad.append(plugin.partial_gradients.discard)
     if accelerator.device().type != "cpu" or not overlaps:
@@ -393,10 +393,10 @@ def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     if communicator.is_gloo:
         events.before_step.append(partial(require_equal, plugin, communicator, None))
     if plugin.partial_gradients is not None:
-        is_accumulated = partial(
-            _is_accumulated, plugin, plugin.partial_gradients, communicator.rank
+        has_partial_sums = partial(
+            _has_partial_sums, plugin, plugin.partial_gradients, communicator.rank
         )
-        optimizer_hooks.skip_zero_gradients(events, is_accumulated)
+        optimizer_hooks.skip_zero_gradients(events, has_partial_sums)
 
 
 # ---- gradients of all stages ----
@@ -440,12 +440,12 @@ def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.Buckets
     events.before_gradients.append(partial(partial_gradients.reduce_before_step, optimizer))
 
 
-def _is_accumulated(
+def _has_partial_sums(
     plugin: Plugin, partial_gradients: PartialGradients, owner: int, parameter: Tensor
 ) -> bool:
-    """Return True if its gradient is accumulated here and DeepSpeed got zeros.
+    """Return True if the plugin keeps partial sums of a gradient, and DeepSpeed got zeros.
 
-    owner: rank that gets the sum, -1 under ZeRO-3.
+    owner: rank that gets the sum; NO_OWNER under ZeRO-3.
     """
     param = plugin.param_of(parameter)
     return param is not None and partial_gradients.holds((param, owner))

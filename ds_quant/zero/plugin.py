@@ -217,7 +217,7 @@ class Plugin:
             )
         return self._hierarchies[key]
 
-    def route(self, process_group: object) -> tuple[ReductionHop, ...]:
+    def reduction_hops(self, process_group: object) -> tuple[ReductionHop, ...]:
         """Return the hops of a gradient reduction over a process group."""
         key = id(process_group)
         if key not in self._hops:
@@ -246,9 +246,9 @@ class Plugin:
             divisor *= communicator.size
         return tuple(hops)
 
-    def crosses_once(self, route: Sequence[ReductionHop]) -> bool:
-        """Return True if gradients of ``route`` cross between nodes once per optimizer step."""
-        return self.partial_gradients is not None and len(route) == 2
+    def crosses_once(self, hops: Sequence[ReductionHop]) -> bool:
+        """Return True if gradients over these hops cross between nodes once per optimizer step."""
+        return self.partial_gradients is not None and len(hops) == 2
 
     # ---- steps ----
 

@@ -42,7 +42,10 @@ class Partition(Protocol):
 
 
 def wrap_shard_reduction(hooks: Hooks, reduce: Reduce, partition: Partition | None = None) -> None:
-    """Replace the reduce-scatter of gradients, and the storing of its shards if given."""
+    """Replace the reduce-scatter of gradients, and the storing of its shards if given.
+
+    DeepSpeed's reduce-scatter gets tensors only. The method that calls it has their parameters.
+    """
     from deepspeed.runtime.zero import stage3
 
     _reduce_scatter.install(stage3)

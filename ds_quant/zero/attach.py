@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_quant.codec.module import load
+from ds_quant.codec.module import load as load_codec
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
@@ -80,9 +80,10 @@ def tune(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> dic
     )
     work = _work(engine, stage)
     seconds: dict[str, float] = {}
-    for name in choosing.tuned(choosing.Place(stage, nodes, node_size, config.allow_full_replica)):
+    place = choosing.Place(stage, nodes, node_size, config.allow_full_replica)
+    for name in choosing.autotune_candidates(place):
         candidate = config.with_scheme(name)
-        if refusals.starts(candidate, stage=stage, world=topology.world, node_size=node_size):
+        if refusals.can_start(candidate, stage=stage, world=topology.world, node_size=node_size):
             routes = Routes(
                 scheme=candidate.to_scheme(),
                 stage=stage,
@@ -152,7 +153,7 @@ def attach(engine: Engine, optimizer: Any) -> None:
     else:
         _attach_replica(plugin, optimizer)
     plugin.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
-    _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.steps(optimizer))
+    _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.has_step(optimizer))
     device = accelerator.device()
     if device.type == "cuda" and world > 1:
         plugin.notices += advice(engine)
@@ -162,7 +163,8 @@ def attach(engine: Engine, optimizer: Any) -> None:
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     """Run the handshake of all ranks and return the topology."""
-    must = {f"codec {name}": load(name).digest for name in config.own_codecs.values()}
+    # Facts that must be equal on all ranks, by the name that an error shows.
+    must = {f"codec {name}": load_codec(name).digest for name in config.own_codecs.values()}
     # All ranks must vote, or none: a vote of some would hang.
     must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
     node_size = handshake.handshake(
@@ -209,27 +211,30 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
 def _connect(
     plugin: Plugin, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
 ) -> None:
-    """Fill the lists of events, whose order is decided here and nowhere else, and wrap.
+    """Fill the lists of events that all stages share, and wrap the methods.
+
+    The attaching of the stage has filled its own lists. Calls run in the order of the lists.
 
     trains: False for inference, which has no optimizer step.
     """
     events = plugin.hooks
     rank, world = hooks.rank_and_world()
     fallback = _make_fallback(plugin, config.fallback)
-    sealed = plugin.scheme.block.payload_checksum and world > 1
-    if sealed:
+    has_checksums = plugin.scheme.block.payload_checksum and world > 1
+    if has_checksums:
         plugin.notices.append("every message carries a checksum")
-    checked = sealed or (plugin.scheme.lossless and world > 1)
-    if checked and not trains:  # without steps the ranks have no point at which to agree
+    # Lossless differences may be undecodable, without a checksum too.
+    checks_messages = has_checksums or (plugin.scheme.lossless and world > 1)
+    if checks_messages and not trains:  # without steps the ranks have no point at which to agree
         plugin.message_errors.at_once = partial(message_check.end_run, plugin, rank)
     if trains:
-        if checked:
-            _add_message_checks(plugin, after_save=sealed)
+        if checks_messages:
+            _add_message_checks(plugin, after_save=has_checksums)
         if fallback is not None:  # all ranks then agree how the next step is sent
             events.before_step.append(fallback.vote)
         _add_weight_updates(plugin, fetch)
         if world > 1:
-            first_step.judge_first_step(plugin, first_step.promised_roles(plugin))
+            first_step.check_first_step(plugin, first_step.promised_roles(plugin))
         if fallback is not None:  # may refresh weights that a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:
@@ -301,7 +306,7 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
     if plugin.routes.keeps_shard:
         fetch.keep_in_node()
     plugin.hooks.on_destroy.append(fetch.close)
-    if hooks.steps(optimizer):  # else inference: parameters only
+    if hooks.has_step(optimizer):  # else inference: parameters only
         # Saving leaves rows of lossless differences exact, and ``checkpoint.restore`` refills them.
         if plugin.node_shard is not None and not plugin.scheme.lossless:
             plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
@@ -355,7 +360,8 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     for group in groups:
         for p in group.params:
             served.append((p, group.process_group))
-            foreign += plugin.param_of(p) is None
+            if plugin.param_of(p) is None:
+                foreign += 1
     if foreign:
         raise RuntimeError(
             f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
@@ -425,7 +431,7 @@ def _note_single_ranks(plugin: Plugin) -> None:
         )
 
 
-def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.Buckets) -> None:
+def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.BucketFunctions) -> None:
     """Accumulate the sums of a node here until the last micro-step.
 
     buckets: functions that flush DeepSpeed's buckets and fill them with zeros.

@@ -84,6 +84,7 @@ class Plugin:
 
     Args:
         stock_gradients: setting because of which DeepSpeed reduces gradients itself, or None.
+            ``routes`` does not know of it, so callers look here first.
         gathers: predicted gathers of the weights per micro-step.
         notices: sentences that the start-up line adds.
     """

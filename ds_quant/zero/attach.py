@@ -226,7 +226,7 @@ def _connect(
     # Lossless differences may be undecodable, without a checksum too.
     checks_messages = has_checksums or (plugin.scheme.lossless and world > 1)
     if checks_messages and not trains:  # without steps the ranks have no point at which to agree
-        plugin.message_errors.at_once = partial(message_check.end_run, plugin, rank)
+        plugin.message_errors.at_once = partial(message_check.raise_message_error, plugin, rank)
     if trains:
         if checks_messages:
             _add_message_checks(plugin, after_save=has_checksums)

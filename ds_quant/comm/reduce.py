@@ -182,6 +182,7 @@ class Reduction:
                 all_to_all_output = empty
         if self._sums is not None:
             buffers = [empty, empty, all_to_all_output, previous_own, sums]
+            # Of the last hop: ``communicator`` and ``rng_state``.
             unpack(communicator, "gradients", plan.final_sums, buffers, rng_state)
 
     def _accumulate(

@@ -41,9 +41,11 @@ def _whole_blocks(numel: int, block: int) -> int:
 
 
 class Encode(NamedTuple):
-    """Places: values, wire, vector, and base if there is one: the buffer ``base`` has what
-    is subtracted. ``block``: of a rotation, 0 for none, as below; then the wire holds whole blocks.
-    ``flips``: True if its signs may flip.
+    """Encode values into a message. Places: values, wire, vector, and base if there is one.
+
+    base: buffer of the values that are subtracted first.
+    block: elements of a rotation block, of which the wire then holds whole ones; 0: no rotation.
+    flips: True if the rotation may flip signs.
     """
 
     codec: Codec
@@ -62,7 +64,10 @@ class Encode(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Places: wire, values. ``add``: to the values that are there."""
+    """Decode a message. Places: wire, values.
+
+    add: True to add to the values that are there.
+    """
 
     codec: Codec
     numel: int
@@ -73,8 +78,9 @@ class Decode(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Places: wire, values, own. Sources are rows ``stride`` bytes apart.
+    """Decode and add up messages, rows ``stride`` bytes apart. Places: wire, values, own.
 
+    sources: number of rows on the wire.
     own_row: index of this rank's own row, read from ``own`` (fp32) instead of the wire; None if all
         rows are on the wire.
     block, flips: of a rotation, which is undone; with OWN_SIGNS that of every source before it is
@@ -104,8 +110,12 @@ class Sum(NamedTuple):
 
 
 class Recode(NamedTuple):
-    """Places: wire_in, wire, own, vector. The sum of ``sources`` is encoded; see Sum. Rotated
-    values stay so.
+    """Encode a sum of messages, see ``Sum``. Places: wire_in, wire, own, vector.
+
+    Rotated values stay rotated.
+
+    source: codec of the messages.
+    codec: of the sum.
     """
 
     source: Codec
@@ -127,8 +137,9 @@ class Recode(NamedTuple):
 
 
 class Rotate(NamedTuple):
-    """Places: values, fp32 rotated blocks. Without a block: the values as fp32. ``codec``: of other
-    values of the tensor; no number depends on it.
+    """Rotate values, or cast them to fp32 without a block. Places: values, rotated.
+
+    codec: makes operations alike; does not affect the result.
     """
 
     codec: Codec

@@ -199,7 +199,7 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
         engine,
         config.to_scheme(),
         topology,
-        stock_gradients=muon.stock_gradients_reason(engine),
+        stock_gradients_reason=muon.stock_gradients_reason(engine),
         gathers=predicted_gathers(engine) if stage == 3 else 1.0,
         notices=notices,
     )
@@ -410,10 +410,10 @@ def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
 
 def _reduces_gradients(plugin: Plugin) -> bool:
     """Return True if the plugin reduces gradients; note it in the start-up line if not."""
-    if plugin.stock_gradients is not None:
+    if plugin.stock_gradients_reason is not None:
         plugin.notices.append(
-            f"gradients stay exact: {plugin.stock_gradients}; DeepSpeed sends them, and reports "
-            "and metrics do not count them"
+            f"gradients stay exact: {plugin.stock_gradients_reason}; DeepSpeed sends them, and "
+            "reports and metrics do not count them"
         )
         return False
     _note_single_ranks(plugin)

@@ -81,6 +81,6 @@ def promised_roles(plugin: Plugin) -> list[str]:
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")
-    if plugin.stock_gradients is None and any(p.requires_grad for p in shared):
+    if plugin.stock_gradients_reason is None and any(p.requires_grad for p in shared):
         roles.append("gradients")
     return roles

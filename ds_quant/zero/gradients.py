@@ -164,19 +164,21 @@ class GradientReducer:
         key: Hashable,
         slices: Sequence[GradientSlice],
         communicator: Communicator,
+        *,
         scale: float,
-        dtypes: Sequence[torch.dtype] = (),
+        balanced: bool,
+        sums_dtype: torch.dtype = torch.float32,
     ) -> BucketLayout:
         """Plan the reduction of a bucket and remember it.
 
         key: all facts that the slices follow from.
         scale: factor of the sums.
-        dtypes: ZeRO-3 only, of the gradients; sums take theirs if all are equal.
+        balanced: True to let other ranks than the owners add up some sums, see ``GradientSums``.
+        sums_dtype: see ``BucketLayout.dtype``.
         """
         gradient_codecs, segments = _by_gradient(slices)
         specs = tuple([codecs.spec for codecs in gradient_codecs])
         hops = self._plugin.reduction_hops(communicator.process_group)
-        is_zero3 = bool(dtypes)
         sizes = segments, specs, hops, communicator, scale
         sums = self._sums.get(sizes)
         if sums is None:
@@ -186,7 +188,7 @@ class GradientReducer:
                 hops,
                 communicator,
                 scale,
-                balanced=not is_zero3,
+                balanced=balanced,
             )
             self._sums.add(sizes, sums)
         own_sums = [
@@ -198,7 +200,7 @@ class GradientReducer:
             sums=sums,
             members=tuple(dict.fromkeys(part.member for part in slices)),
             own_sums=own_sums,
-            dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
+            dtype=sums_dtype,
         )
         return self._layouts.add(key, layout)
 

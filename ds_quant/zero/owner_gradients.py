@@ -142,7 +142,9 @@ class OwnerReduction(GradientReducer):
         layout = self._layouts.get(key)
         if layout is None:
             gradient_slices = self._slices(zip(owners, ranges, strict=True), dtype, communicator)
-            layout = self._plan(key, gradient_slices, communicator, 1 / self._divisor)
+            layout = self._plan(
+                key, gradient_slices, communicator, scale=1 / self._divisor, balanced=True
+            )
         if communicator.is_gloo:
             require_equal(plugin, communicator, layout)
         hops = plugin.reduction_hops(communicator.process_group)

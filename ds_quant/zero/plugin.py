@@ -83,8 +83,8 @@ class Plugin:
     """The part of ds_quant that belongs to one DeepSpeed engine; the ``zero`` modules share it.
 
     Args:
-        stock_gradients: setting because of which DeepSpeed reduces gradients itself, or None.
-            ``routes`` does not know of it, so callers look here first.
+        stock_gradients_reason: setting because of which DeepSpeed reduces gradients itself, or
+            None. ``routes`` does not know of it, so callers look here first.
         gathers: predicted gathers of the weights per micro-step.
         notices: sentences that the start-up line adds.
     """
@@ -95,7 +95,7 @@ class Plugin:
         scheme: Scheme,
         topology: Topology,
         *,
-        stock_gradients: str | None = None,
+        stock_gradients_reason: str | None = None,
         gathers: float = 1.0,
         notices: Sequence[str] = (),
     ) -> None:
@@ -106,7 +106,7 @@ class Plugin:
         self.routes = Routes(
             scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
         )
-        self.stock_gradients = stock_gradients
+        self.stock_gradients_reason = stock_gradients_reason
         pace = presumed_pace(accelerator.device(), backend())
         self.slicing = Slicing(count=scheme.block.slices, pace=pace)
 
@@ -341,7 +341,7 @@ class Plugin:
             node_size=self.topology.node_size,
             gathers=self.gathers,
             gradient_dtype=self.engine.communication_data_type,
-            stock_gradients=self.stock_gradients is not None,
+            stock_gradients=self.stock_gradients_reason is not None,
         )
 
     def received_by_formula(self, comm_volume: CommVolume) -> dict[str, dict[str, float]]:
@@ -358,7 +358,7 @@ class Plugin:
         cross = {"cross": self.scheme.block.gradients.cross}
         plain = parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
         received = self.received_by_formula(self.comm_volume(plain))
-        if self.stock_gradients is not None:
+        if self.stock_gradients_reason is not None:
             received["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's are not counted
         return received
 

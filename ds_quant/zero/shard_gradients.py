@@ -63,7 +63,15 @@ class ShardReduction(GradientReducer):
                     return None
                 known_params.append(param)
             slices = self._slices(known_params, dtypes, communicator)
-            layout = self._plan(key, slices, communicator, 1 / communicator.size, dtypes)
+            has_one_dtype = len(set(dtypes)) == 1
+            layout = self._plan(
+                key,
+                slices,
+                communicator,
+                scale=1 / communicator.size,
+                balanced=False,
+                sums_dtype=dtypes[0] if has_one_dtype else torch.float32,
+            )
         flat_tensors = [tensor.reshape(-1) for tensor in tensors]
         sums = self._begin(layout, flat_tensors, plugin.reduction_hops(group))
         shards = [tensor.new_empty(0) for tensor in tensors]

@@ -101,7 +101,7 @@ def _gradient_communicators(plugin: Plugin) -> tuple[set[Communicator], set[Comm
         hierarchy = plugin.hierarchy(group)
         if hierarchy.gradients is not None and hierarchy.gradients is not hierarchy.intra:
             without_gathers.add(hierarchy.gradients)
-        if plugin.stock_gradients is None:
+        if plugin.stock_gradients_reason is None:
             exchanging.update(hop.communicator for hop in plugin.reduction_hops(group))
             if has_delivery:
                 exchanging.add(hierarchy.flat)
@@ -119,7 +119,7 @@ def warm_up_kernels(plugin: Plugin, device: torch.device) -> None:
     for codec, dtype, is_difference in _transfers(plugin):
         for numel, jobs in product(_sizes([codec]), _JOBS):
             _warm_up_transfer(plugin, codec, dtype, is_difference, numel, jobs, device)
-    if plugin.stock_gradients is None:
+    if plugin.stock_gradients_reason is None:
         for hops in dict.fromkeys(
             plugin.reduction_hops(group) for _, group in plugin.served_params
         ):

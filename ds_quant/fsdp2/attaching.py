@@ -132,6 +132,19 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
     Raises:
         ConfigError: naming each setting, its value, what is allowed and the way out.
     """
+    problems = refused_settings(config)
+    if dist.get_world_size(group) != world:
+        problems.append(
+            f"the mesh of fully_shard has {dist.get_world_size(group)} of {world} ranks: "
+            "allowed: all of them, in one dimension"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    config.validate_stage(STAGE)
+
+
+def refused_settings(config: QuantizedCommConfig) -> list[str]:
+    """Return a sentence per setting of a block that this front does not serve."""
     problems = []
     if config.scheme == AUTOTUNE:
         problems.append(
@@ -153,14 +166,7 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
         problems.append(
             f"{KEY}.metrics.file: allowed under FSDP2: null; ds_quant.report(model) counts bytes"
         )
-    if dist.get_world_size(group) != world:
-        problems.append(
-            f"the mesh of fully_shard has {dist.get_world_size(group)} of {world} ranks: "
-            "allowed: all of them, in one dimension"
-        )
-    if problems:
-        raise ConfigError(*problems)
-    config.validate_stage(STAGE)
+    return problems
 
 
 def _level_groups(topology: Topology, device: torch.device) -> tuple[Any, Any]:

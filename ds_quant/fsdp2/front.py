@@ -49,14 +49,21 @@ class Front:
         topology: Topology,
         process_groups: Sequence[Any],
         device: torch.device,
+        *,
+        has_replicas: bool = False,
     ) -> None:
         # - What is sent, and where
         self.model = model
         self.scheme = scheme
         self.topology = topology
         self.device = device
+        self.replicas = topology.nodes if has_replicas else 1
         self.routes = Routes(
-            scheme=scheme, stage=STAGE, nodes=topology.nodes, node_size=topology.node_size
+            scheme=scheme,
+            stage=STAGE,
+            nodes=topology.nodes,
+            node_size=topology.node_size,
+            replicas=has_replicas,
         )
 
         # - Communicators
@@ -65,6 +72,10 @@ class Front:
         self.buffers = Buffers()
         communicators = [self._communicator(group) for group in process_groups]
         self.hierarchy = HierarchicalCommunicator(*communicators)
+        # The ranks among which a parameter is sharded.
+        self.shards = self.hierarchy
+        if has_replicas:
+            self.shards = HierarchicalCommunicator(communicators[1])
         self.route = self._route()
         self._gradient_sums: dict[
             tuple[tuple[Segment, ...], tuple[GradientSpec, ...], float], GradientSums
@@ -78,7 +89,7 @@ class Front:
 
         # - Parameters and collectives
         self.params = _records(model, self.routes)
-        self.sharded_modules = sharded_modules(model, self.params, self.hierarchy.size)
+        self.sharded_modules = sharded_modules(model, self.params, self.shards.size)
         self.node_shards: list[NodeShard] = []
         self.reductions: list[QuantizedReduceScatter] = []
 
@@ -89,6 +100,7 @@ class Front:
             if self.routes.keeps_shard:
                 node_shard = NodeShard(self, sharded)
                 self.node_shards.append(node_shard)
+            sharded.reduce_between_nodes()
             reduction = QuantizedReduceScatter(self, sharded)
             self.reductions.append(reduction)
             sharded.module.set_custom_all_gather(QuantizedAllGather(self, sharded, node_shard))
@@ -137,9 +149,9 @@ class Front:
             raise RuntimeError(
                 f"quantized_comm: the optimizer steps while gradients of {len(waiting)} module(s), "
                 f"such as {waiting[0]}, are summed inside their nodes only: call "
-                "model.set_is_last_backward(True) before the last backward of a step, in which "
-                "every module needs a gradient; or set quantized_comm.gradients.cross="
-                '"micro_step"'
+                "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
+                "called it, before the last backward of a step, in which every module needs a "
+                'gradient; or set quantized_comm.gradients.cross="micro_step"'
             )
         if self.scheme.block.payload_checksum:
             self._check_messages()
@@ -193,6 +205,7 @@ class Front:
             ranks=self.topology.world,
             node_size=self.topology.node_size,
             gradient_dtype=self.gradient_dtype,
+            replicas=self.replicas > 1,
         )
 
     @property

@@ -113,7 +113,12 @@ class Front:
         key = segments, specs, scale
         if key not in self._gradient_sums:
             self._gradient_sums[key] = GradientSums(
-                segments, specs, self.route, self.hierarchy.flat, scale
+                segments,
+                specs,
+                self.route,
+                self.hierarchy.flat,
+                scale,
+                in_place=self.replicas == 1,
             )
         return self._gradient_sums[key]
 

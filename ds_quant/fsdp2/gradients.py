@@ -4,7 +4,8 @@
 the user says that a backward is not the last one of the optimizer step
 (``set_is_last_backward(False)``), only the hop inside the node runs; FSDP2 gets zeros, which it
 adds to the gradient. The last backward reduces the partial sums between the nodes. A user who says
-nothing has every backward cross between the nodes. ``set_requires_all_reduce(False)`` says the same.
+nothing has every backward cross between the nodes. ``set_requires_all_reduce(False)`` says the
+same.
 
 [Note: replicas] With a replica in every node a rank of a node sums its part of a row over the
 nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all ranks.
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from ds_quant.codec.bound import BoundCodec, Rotation, full_precision
+from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
@@ -29,15 +30,11 @@ from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_last
 from ds_quant.fsdp2.sharded_module import ShardedModule
-from ds_quant.kernels.batch import Decode
-from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import shard_range
 from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
 
 if TYPE_CHECKING:
     from ds_quant.fsdp2.front import Front
-
-_COPY = RngState([full_precision(torch.float32)], [None])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,14 +42,12 @@ class _Plan:
     """The reduction of a sharded module's gradients, the same in every step.
 
     rows: the parameters that have gradients.
-    copies: write the sums over this rank's row, of which padding stays as it is.
     returned: with replicas, writes the sums of all nodes over the row, with ``returned_codecs``.
     """
 
     rows: ShardedModule
     gradient_codecs: Sequence[GradientCodecs]
     sums: GradientSums
-    copies: Operations | None = None
     returned: ReturnedSums | None = None
     returned_codecs: Sequence[GradientCodecs] = ()
 
@@ -94,12 +89,13 @@ class QuantizedReduceScatter(ReduceScatter):
     ) -> None:
         """Reduce ``input_tensor``, (ranks * row,), to this rank's row in ``output_tensor``.
 
-        1. encode the gradients and reduce them over the hops  2. write the sums over the row, with
-        replicas those of all nodes.
+        1. encode the gradients and reduce them over the hops, with the sums written over the row,
+        of which padding stays as it is  2. with replicas exchange the sums between all nodes.
         Before the last backward: 1. reduce inside the node  2. return zeros.
 
         Raises:
-            RuntimeError: ``op`` is neither a sum nor a mean, or a trained parameter has no gradient.
+            RuntimeError: ``op`` is neither a sum nor a mean, or a trained parameter has no
+                gradient.
         """
         front = self._front
         plan = self._plan(input_tensor, self._scale(op))
@@ -110,7 +106,9 @@ class QuantizedReduceScatter(ReduceScatter):
             output_tensor.zero_()
             return
         partial_sums = self._pop_partial_sums()
-        total = plan.sums.room(input_tensor.device)
+        total = output_tensor
+        if plan.returned is not None:
+            total = plan.sums.room(input_tensor.device)
         plan.sums.begin(
             [input_tensor], bound_codecs, rotations, into=total, partial_sums=partial_sums
         ).wait()
@@ -118,10 +116,6 @@ class QuantizedReduceScatter(ReduceScatter):
             step = (front.step << 24) + self._backwards
             codecs, signs = _bound(plan.returned_codecs, step, step)
             plan.returned.send(total, output_tensor, [bound for (bound,) in codecs], signs)
-            return
-        assert plan.copies is not None
-        buffers = [total.view(torch.uint8), output_tensor]
-        plan.copies.run(buffers, _COPY, backend=front.hierarchy.backend)
 
     @property
     def holds_partial_sums(self) -> bool:
@@ -210,9 +204,7 @@ class QuantizedReduceScatter(ReduceScatter):
                 "reduces zeros for them"
             )
 
-    def _new_plan(
-        self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float
-    ) -> _Plan:
+    def _new_plan(self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float) -> _Plan:
         front = self._front
         gradient_codecs = [self._gradient_codecs(param, dtype, full) for param in rows.params]
         specs = [codecs.spec for codecs in gradient_codecs]
@@ -228,17 +220,7 @@ class QuantizedReduceScatter(ReduceScatter):
                 returned=self._returned(rows, segments, sums, returned_specs),
                 returned_codecs=returned_codecs,
             )
-        cast = CastCodec(torch.float32)
-        rank = front.hierarchy.rank
-        copies = Operations(
-            (
-                Decode(cast, segments[index].numel, 0, 1, 0),
-                (4 * start, segments[index].start - rank * rows.row_numel),
-            )
-            for index, start in sums.own.items()
-            if segments[index].numel
-        )
-        return _Plan(rows=rows, gradient_codecs=gradient_codecs, sums=sums, copies=copies)
+        return _Plan(rows=rows, gradient_codecs=gradient_codecs, sums=sums)
 
     def _gradient_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
         hops = len(self._front.route)
@@ -306,6 +288,7 @@ class QuantizedReduceScatter(ReduceScatter):
                         gradient=index,
                         first=rank * width,
                         reducer=rank,
+                        total=rows.offsets[index],
                         vector=row_vector(rank, numel, width) if plain else None,
                         slot=width if plain or is_tight(last_codecs[index]) else 0,
                     )

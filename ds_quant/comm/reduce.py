@@ -276,7 +276,7 @@ class GradientSums:
     ) -> Reduction:
         """Begin to fill ``into``: the sums of this rank lie at ``own``.
 
-        into: the buffer of the caller with ``in_place``, else one that ``room`` allocates.
+        into: the buffer of the caller with ``in_place``, else one that ``new_sums`` allocates.
 
         Other arguments are those of ``Reduction``.
         """
@@ -287,7 +287,7 @@ class GradientSums:
             self.plan, tensors, bound_codecs, rotations, into, partial_sums=partial_sums, then=then
         )
 
-    def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    def new_sums(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate the sums."""
         return self._communicator.empty(self._numel, dtype=dtype, device=device)
 

@@ -132,7 +132,7 @@ def _decode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
         stream=piece.gradient,
         sources=1,
         stride=0,
-        place=None,
+        own_row=None,
         own=_UNUSED,
         block=spec.block,
         flips=spec.flips,

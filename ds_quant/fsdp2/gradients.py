@@ -28,7 +28,7 @@ from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.slots import row_vector
-from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_last
+from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_tensors_last
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.kernels.wire import shard_range
 from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
@@ -108,7 +108,7 @@ class QuantizedReduceScatter(ReduceScatter):
         partial_sums = self._pop_partial_sums()
         total = output_tensor
         if plan.returned is not None:
-            total = plan.sums.room(input_tensor.device)
+            total = plan.sums.new_sums(input_tensor.device)
         plan.sums.begin(
             [input_tensor], bound_codecs, rotations, into=total, partial_sums=partial_sums
         ).wait()
@@ -277,7 +277,7 @@ class QuantizedReduceScatter(ReduceScatter):
         plain = plain and not any(codecs.spec.block for codecs in gradient_codecs)
         last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
         segments = []
-        for index in small_last(last_codecs):
+        for index in small_tensors_last(last_codecs):
             width = rows.widths[index]
             for rank, numel in enumerate(rows.lengths[index]):
                 segments.append(
@@ -301,7 +301,7 @@ class QuantizedReduceScatter(ReduceScatter):
         """Cut the shard of every local rank: node n sums the n-th piece."""
         topology = self._front.topology
         segments = []
-        for index in small_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
+        for index in small_tensors_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
             for local, numel in enumerate(rows.lengths[index]):
                 shard_start = local * rows.row_numel + rows.offsets[index]
                 for node in range(topology.nodes):

@@ -203,9 +203,7 @@ def _problems_of_replicas(
 
 def _digest(model: nn.Module) -> str:
     """Return the number of parameters, and a checksum of their names, shapes and training."""
-    listed = [
-        f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()
-    ]
+    listed = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
     return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})"
 
 

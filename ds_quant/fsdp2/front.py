@@ -29,6 +29,8 @@ from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
+from ds_quant.runtime import log
+from ds_quant.runtime.copies import brought_back, differing_ranks, replicas_differ
 from ds_quant.runtime.message_error import end_of_run
 from ds_quant.runtime.param import Param
 
@@ -168,6 +170,7 @@ class Front:
             reduction.after_step()
         for node_shard in self.node_shards:
             node_shard.after_step()
+        self._compare_copies()
 
     def discard_gradients(self) -> None:
         """Forget partial sums of an accumulation that was abandoned."""
@@ -258,6 +261,39 @@ class Front:
             )
             divisor *= communicator.size
         return tuple(hops)
+
+    def _compare_copies(self) -> None:
+        """Compare the weights that several nodes hold, every ``checksum_steps`` optimizer steps.
+
+        Replicas are compared after the first step, too: they may have begun with other weights.
+
+        Raises:
+            RuntimeError: on all ranks, if replicas differ.
+        """
+        every = self.scheme.block.checksum_steps
+        begins = self.replicas > 1 and self.step == 1
+        if not every or (self.step % every and not begins):
+            return
+        if self.replicas > 1:
+            held = [shard for sharded in self.sharded_modules for shard in sharded.shards()]
+        else:
+            held = [node_shard.rows() for node_shard in self.node_shards]
+        if not held:
+            return
+        local = self.hierarchy.rank % self.topology.node_size
+        differing = differing_ranks(
+            [(local, held)],
+            self.hierarchy.flat,
+            self.device,
+            step=self.step,
+            check_messages=self._check_messages,
+        )
+        if not differing:
+            return
+        if self.replicas > 1:
+            raise replicas_differ(self.step, differing)
+        log.log_rank0(brought_back(self.step, differing, "model"))
+        self.resync()
 
     def _check_messages(self) -> None:
         """End the run on all ranks if any of them received a corrupted message."""

@@ -2,10 +2,9 @@
 
 [Note: one backward, one step] With several nodes of several ranks a reduction has two hops. Where
 the user says that a backward is not the last one of the optimizer step
-(``set_is_last_backward(False)``), only the hop inside the node runs; FSDP2 gets zeros, which it
-adds to the gradient. The last backward reduces the partial sums between the nodes. A user who says
-nothing has every backward cross between the nodes. ``set_requires_all_reduce(False)`` says the
-same.
+(``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)``), only the hop inside the
+node runs; FSDP2 gets zeros, which it adds to the gradient. The last backward reduces the partial
+sums between the nodes. A user who says nothing has every backward cross between the nodes.
 
 [Note: replicas] With a replica in every node a rank of a node sums its part of a row over the
 nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all ranks.
@@ -94,8 +93,7 @@ class QuantizedReduceScatter(ReduceScatter):
         Before the last backward: 1. reduce inside the node  2. return zeros.
 
         Raises:
-            RuntimeError: ``op`` is neither a sum nor a mean, or a trained parameter has no
-                gradient.
+            RuntimeError: ``op`` is neither a sum nor a mean, or a parameter has no gradient.
         """
         front = self._front
         plan = self._plan(input_tensor, self._scale(op))

@@ -24,10 +24,13 @@ from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.fsdp2.front import STAGE, Front
 from ds_quant.fsdp2.report import figures, start_line
 from ds_quant.fsdp2.sharded_module import shard_group
+from ds_quant.fsdp2.telemetry import Telemetry
 from ds_quant.kernels import dispatch
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
 from ds_quant.runtime.handshake import handshake
+from ds_quant.runtime.start_line import warn_of_unmatched
+from ds_quant.runtime.telemetry import unwritable
 
 _fronts: WeakKeyDictionary[nn.Module, Front] = WeakKeyDictionary()
 
@@ -78,6 +81,7 @@ def attach(
         kernels=dispatch.describe(device, config.backend),
         rank=rank,
         world=world,
+        fault=unwritable(config.metrics, rank),
     )
     if has_replicas:
         topology = Topology(world=world, node_size=dist.get_world_size(group))
@@ -100,6 +104,11 @@ def attach(
     if world > 1:
         front.connect()
         _follow(front, optimizer)
+        if config.metrics.file is not None and config.metrics.interval and rank == 0:
+            front.telemetry = Telemetry(front, config.metrics)
+            front.telemetry.arm()
+    names = [param.name for param in front.params.values()]
+    warn_of_unmatched(config.exclude, names)
     front.line = start_line(front)
     log.info_rank0(f"{KEY}: {front.line}")
     _fronts[model] = front
@@ -176,10 +185,6 @@ def refused_settings(config: QuantizedCommConfig, *, has_replicas: bool = False)
         problems.append(
             f'{KEY}.fallback.on_nonfinite="{config.fallback.on_nonfinite}": allowed under FSDP2: '
             '"skip"; clip_grad_norm_ with error_if_nonfinite=True ends such a run'
-        )
-    if config.metrics.file is not None:
-        problems.append(
-            f"{KEY}.metrics.file: allowed under FSDP2: null; ds_quant.report(model) counts bytes"
         )
     return problems
 

@@ -25,12 +25,15 @@ from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.sharded_module import root_state, sharded_modules
+from ds_quant.fsdp2.telemetry import Telemetry
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
+from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
 from ds_quant.runtime import log
 from ds_quant.runtime.copies import brought_back, differing_ranks, replicas_differ
+from ds_quant.runtime.figures import in_full_precision
 from ds_quant.runtime.message_error import end_of_run
 from ds_quant.runtime.param import Param
 
@@ -85,8 +88,10 @@ class Front:
 
         # - State between steps
         self.step = 0
+        self.micro_steps = 1  # backwards of the last optimizer step
         self.notices: list[str] = []
         self.line = ""
+        self.telemetry: Telemetry | None = None
         self._root = root_state(model)
 
         # - Parameters and collectives
@@ -166,11 +171,14 @@ class Front:
     def after_step(self, *_: Any) -> None:
         """Run after the optimizer has stepped: the next forward uses the new weights."""
         self.step += 1
+        self.micro_steps = max([1, *(reduction.backwards for reduction in self.reductions)])
         for reduction in self.reductions:
             reduction.after_step()
         for node_shard in self.node_shards:
             node_shard.after_step()
         self._compare_copies()
+        if self.telemetry is not None:
+            self.telemetry.after_step()
 
     def discard_gradients(self) -> None:
         """Forget partial sums of an accumulation that was abandoned."""
@@ -190,11 +198,13 @@ class Front:
         """Take over a checkpoint's state; weights that nodes keep are filled anew. A collective."""
         self.step = int(state["step"])
         self.resync()
+        if self.telemetry is not None:
+            self.telemetry.arm()  # the step has jumped
 
     # - Figures
 
-    def comm_volume(self) -> CommVolume:
-        """Price a step by formula, in bytes per parameter."""
+    def comm_volume(self, scheme: Scheme | None = None) -> CommVolume:
+        """Price a step of the model's scheme, or of another one, in bytes per parameter."""
         specs = [
             ParamSpec(
                 name=param.name,
@@ -207,7 +217,7 @@ class Front:
             for param in sharded.params
         ]
         return comm_volume(
-            self.scheme,
+            scheme or self.scheme,
             STAGE,
             specs,
             ranks=self.topology.world,
@@ -215,6 +225,29 @@ class Front:
             gradient_dtype=self.gradient_dtype,
             replicas=self.replicas > 1,
         )
+
+    def received_by_formula(self, comm_volume: CommVolume) -> dict[str, dict[str, float]]:
+        """Return bytes that a rank receives per optimizer step, by role and link as ``Traffic``."""
+        return comm_volume.received(STAGE, micro_steps=self.micro_steps)
+
+    def received_in_full_precision(self) -> dict[str, dict[str, float]]:
+        """Return bytes that a rank would receive per optimizer step, were nothing quantized."""
+        return self.received_by_formula(self.comm_volume(in_full_precision(self.scheme)))
+
+    def peak_bytes(self, comm_volume: CommVolume) -> float:
+        """Predict the peak bytes of messages and sums on this rank in a step."""
+        largest = max((sharded.row_numel for sharded in self.sharded_modules), default=0)
+        largest *= self.shards.size
+        sizes = Sizes(
+            trained=sum(param.shape.numel() for param in self.params.values() if param.trained),
+            largest=largest,
+            bucket=largest,
+            prefetch=largest,
+            itemsize=self.gradient_dtype.itemsize,
+            exchanged_at_once=True,
+            slicing=self.route[-1].slicing,
+        )
+        return peak_bytes(comm_volume, sizes)
 
     @property
     def gradient_dtype(self) -> torch.dtype:

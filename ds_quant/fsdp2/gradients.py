@@ -120,6 +120,11 @@ class QuantizedReduceScatter(ReduceScatter):
         """True if gradients of an earlier backward wait for the last one."""
         return self._partial_sums is not None
 
+    @property
+    def backwards(self) -> int:
+        """Backwards so far in this optimizer step."""
+        return self._backwards
+
     def after_step(self) -> None:
         """Begin the next optimizer step."""
         self._backwards = 0

@@ -116,7 +116,7 @@ def _gather(comm_volume: CommVolume, sizes: Sizes) -> float:
     """Return the bytes of the largest gather of ZeRO-3."""
     routes = comm_volume.routes
     gathered = max(sizes.largest, min(sizes.prefetch, comm_volume.numel))
-    if routes.keeps_shard:
+    if routes.keeps_shard or routes.replicas:
         copies = comm_volume.memory if sizes.offloaded else 0.0
         return gathered * (comm_volume.weights_intra * (1 + 1 / routes.node_size) + copies)
     forwarded = _forwarded_share(comm_volume)

@@ -121,6 +121,8 @@ def sharded_modules(
 ) -> list[ShardedModule]:
     """Return the sharded modules of ``model`` in module order.
 
+    Modules that one call of ``fully_shard`` was given share a group: the first stands for all.
+
     Args:
         params: the records of the parameters by the id of the sharded parameter.
         ranks: of the process group that shards them.
@@ -129,10 +131,14 @@ def sharded_modules(
         UnsupportedModel: naming the module, the setting and the way out.
     """
     found = []
+    groups = set()  # ids
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         for group in _param_groups(name, module):
+            if id(group) in groups:
+                continue
+            groups.add(id(group))
             members = list(group.fsdp_params)
             dtype = _gathered_dtype(name, members, group.mp_policy.param_dtype)
             records = [params[id(member.sharded_param)] for member in members]

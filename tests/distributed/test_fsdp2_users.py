@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
@@ -47,6 +47,21 @@ def test_the_start_up_line_names_what_stays_and_what_it_takes() -> None:
     saved = report["saved_bytes"]["gradients"]["inter"]
     assert (sent_once + saved) / 2 == pytest.approx(2 * NUMEL / 4, rel=0.1)
     assert saved > 0 and report["saved_bytes"]["weights"]["inter"] > 0
+
+
+@on_ranks(2)
+def test_modules_that_are_wrapped_together_are_served_once() -> None:
+    """As accelerate and torchtitan wrap the last norm and the head."""
+    model = new_model()
+    fully_shard([model.uneven, model.head])
+    model = fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    block = {"scheme": "sdp4bit", "node_size": 1, "min_numel": 512, "allow_full_replica": True}
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+    assert len(front.sharded_modules) == len(front.node_shards) == 2
+    assert front.comm_volume().numel == NUMEL
+    losses = train(model, optimizer, steps=4)
+    assert losses[-1] < losses[0]
 
 
 @on_ranks(2)

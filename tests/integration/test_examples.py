@@ -62,6 +62,8 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
 def test_fsdp2_trains_without_deepspeed(folder: Path) -> None:
     page = (EXAMPLES.parent / "fsdp2.md").read_text("utf-8")
     (options,) = re.findall("^torchrun (.*) fsdp2.py$", page, re.MULTILINE)
+    readme = (EXAMPLES.parents[1] / "README.md").read_text("utf-8")
+    assert f"\ntorchrun {options} docs/examples/fsdp2.py\n" in readme
     launch = (sys.executable, "-m", "torch.distributed.run", *options.split(), "fsdp2.py")
     printed = "".join(run_both(*launch, cwd=folder, **QUIET))
     assert printed.count("quantized_comm: qsdp on FSDP2, ") == 1, printed

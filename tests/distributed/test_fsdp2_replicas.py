@@ -44,20 +44,25 @@ def train(
     micro_steps: int = 1,
     width: int = WIDTH,
 ) -> list[float]:
-    """Train on the same rows; the last backward of a step is declared as users of HSDP do."""
+    """Train on the same rows; the last backward of a step is declared as users of HSDP do.
+
+    Returns:
+        the losses of every step, summed over the ranks.
+    """
     rank = torch.distributed.get_rank()
-    losses = []
-    for _ in range(steps):
+    losses = torch.zeros(steps)
+    for step in range(steps):
         for micro_step in range(micro_steps):
             generator = torch.Generator().manual_seed(10 * micro_step + rank)
             x = torch.randn(8, width, generator=generator)
             model.set_requires_all_reduce(micro_step == micro_steps - 1)
             loss = (model(x) - x[:, :1]).square().mean() / micro_steps
             loss.backward()
-        losses.append(float(loss.detach()))
+            losses[step] += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    torch.distributed.all_reduce(losses)
+    return losses.tolist()
 
 
 def trained(
@@ -120,6 +125,139 @@ def test_replicas_end_with_equal_bits(micro_steps: int) -> None:
         assert_equal_on_all_ranks(weights, scheme)
         assert losses == pytest.approx(plain, abs=0.2 * learned), scheme
         assert losses != plain, scheme
+
+
+@on_ranks(4)
+def test_all_nodes_decode_the_same_weights() -> None:
+    for scheme in ("qsdp", "zeropp"):  # a random shift, and codes rounded to nearest
+        _, exact, model = trained({"scheme": scheme}, steps=1)
+        model.uneven.unshard()
+        decoded = model.uneven.weight.detach().clone()
+        assert_equal_on_all_ranks({"uneven": decoded}, scheme)
+        assert torch.equal(decoded, exact["uneven.weight"]) == (scheme == "zeropp")
+
+
+@on_ranks(4)
+def test_other_schemes_train_near_hsdp_alone() -> None:
+    plain, _, _ = trained(None, micro_steps=2, mp_policy=BF16)
+    learned = plain[0] - plain[-1]
+    for scheme in ("hybrid", "zeropp", "eden2", "lossless_w_g4", "tlq"):
+        losses, weights, _ = trained({"scheme": scheme}, micro_steps=2, mp_policy=BF16)
+        assert_equal_on_all_ranks(weights, scheme)
+        assert losses == pytest.approx(plain, abs=0.2 * learned), scheme
+
+
+@on_ranks(4)
+def test_the_last_backward_is_declared_to_a_mesh_of_one_node() -> None:
+    """By ``set_is_last_backward``, as where all ranks share the parameters."""
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    found = []
+    for block in (None, {"scheme": "full_precision"}):
+        model = replicated(new_model(), mesh_of(2, dimensions=2 if block is None else 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if block is not None:
+            fsdp2.attach(model, block, optimizer=optimizer)
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            model(x).square().mean().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-6, atol=1e-7)
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"set_requires_all_reduce\(True\) if you have called it"
+    ):
+        optimizer.step()
+
+
+@on_ranks(4)
+def test_a_divide_factor_of_the_user_is_taken_over() -> None:
+    found = []
+    for block in (None, {"scheme": "full_precision"}):
+        for factor in (None, 2.0, 7.0):
+            model = replicated(new_model(), mesh_of(2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for module in model.modules():
+                if isinstance(module, FSDPModule) and factor is not None:
+                    module.set_gradient_divide_factor(factor)
+                    module.set_force_sum_reduction_for_comms(factor == 7.0)
+            if block is not None:
+                fsdp2.attach(model, block, optimizer=optimizer)
+            model(torch.ones(1, WIDTH)).sum().backward()
+            found.append(model.head.bias.grad.full_tensor())
+    assert len(found) == 6
+    torch.testing.assert_close(found[3:], found[:3])
+
+
+# ---- gradients that are not finite, in both layouts ----
+
+
+@pytest.mark.parametrize("scheme", ["eden4", "sdp4bit"])
+@on_ranks(4)
+def test_an_infinite_gradient_of_one_rank_is_seen_by_all(scheme: str) -> None:
+    block = {"scheme": scheme, "min_numel": 512}
+    for layout in ("replicas", "one mesh"):
+        if layout == "replicas":
+            model = replicated(new_model(), mesh_of(2))
+        else:
+            model = sharded(new_model())
+            block = {**block, "node_size": 2}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fsdp2.attach(model, block, optimizer=optimizer)
+        if torch.distributed.get_rank() == 1:
+            model.layers[1].register_forward_hook(with_an_infinite_gradient)
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            model(torch.ones(4, WIDTH)).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        assert not torch.isfinite(norm), (layout, norm)
+
+
+def with_an_infinite_gradient(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+    infinity = torch.zeros_like(output)
+    infinity[0, 7] = torch.inf
+    output.register_hook(lambda gradient: gradient + infinity)
+
+
+# ---- frozen and unused parameters, in both layouts ----
+
+
+@on_ranks(4)
+def test_frozen_parameters_beside_trained_ones_are_left_out_of_a_message() -> None:
+    reference = new_model()
+    reference.uneven.weight.requires_grad_(False)
+    reference.layers[1].bias.requires_grad_(False)
+    found = []
+    for block in (None, {"scheme": "hybrid", "node_size": 2}):
+        model = sharded(reference)
+        trained_ones = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained_ones, lr=0.1)
+        if block is not None:
+            fsdp2.attach(model, block, optimizer=optimizer)
+        found.append((train(model, optimizer, steps=3, micro_steps=2), weights_of(model)))
+    (plain, plain_weights), (losses, weights) = found
+    assert losses == pytest.approx(plain, rel=1e-5)
+    for name, expected in plain_weights.items():
+        torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_a_parameter_without_a_gradient_is_named_with_the_way_out() -> None:
+    class Partly(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.T
+
+    model = fully_shard(Partly(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fsdp2.attach(model, {"scheme": "qsdp"}, optimizer=optimizer)
+    with pytest.raises(RuntimeError, match=r"the root have no gradient .*unused_params\(True\)"):
+        model(torch.ones(1, WIDTH)).sum().backward()
+    model = fully_shard(Partly(WIDTH, WIDTH))
+    fsdp2.attach(model, {"scheme": "qsdp"}, optimizer=optimizer)
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    assert model.bias.grad.full_tensor().abs().max() == 0
 
 
 # ---- bytes ----
@@ -232,3 +370,7 @@ def test_meshes_that_make_no_replicas_are_refused_by_name() -> None:
     refused(mesh_of(2), {"node_size": 1}, "node_size=1: allowed with replicas of 2 ranks: 2")
     scattered = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replica", "shard"))
     refused(scattered, {}, r"has ranks \[\d, \d\] of 4: allowed: consecutive ranks")
+    first = torch.distributed.get_rank() < 2
+    stage = replicated(new_model() if first else wide(), mesh_of(2, dimensions=1))
+    with pytest.raises(RuntimeError, match=r"parameters=.4 \(.*rank 0: .10 \("):
+        fsdp2.attach(stage, {}, optimizer=[])

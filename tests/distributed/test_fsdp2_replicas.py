@@ -131,6 +131,18 @@ def test_replicas_end_with_equal_bits(scheme: str, micro_steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("world", "nodes", "scheme"), [(6, 3, "sdp4bit"), (8, 4, "eden2")])
+@on_ranks()
+def test_more_nodes_than_two_end_with_equal_bits(world: int, nodes: int, scheme: str) -> None:
+    """Three pieces of a shard, and signs of every node's own."""
+    plain, _, _ = trained(None, nodes=nodes, steps=3, micro_steps=2)
+    losses, weights, _ = trained({"scheme": scheme}, nodes=nodes, steps=3, micro_steps=2)
+    assert_equal_on_all_ranks(weights)
+    assert losses == pytest.approx(plain, abs=0.2 * (plain[0] - plain[-1]))
+    assert losses != plain
+
+
+@pytest.mark.slow
 @on_ranks(4)
 def test_all_nodes_decode_the_same_weights() -> None:
     for scheme in ("qsdp", "zeropp"):  # a random shift, and codes rounded to nearest

@@ -145,12 +145,13 @@ def test_more_nodes_than_two_end_with_equal_bits(world: int, nodes: int, scheme:
 @pytest.mark.slow
 @on_ranks(4)
 def test_all_nodes_decode_the_same_weights() -> None:
-    for scheme in ("qsdp", "zeropp"):  # a random shift, and codes rounded to nearest
-        _, exact, model = trained({"scheme": scheme}, steps=1)
+    qsdp = {"scheme": "qsdp"}
+    for block in (qsdp, {**qsdp, "weights": {"rounding": "stochastic"}}, {"scheme": "zeropp"}):
+        _, exact, model = trained(block, steps=1)
         model.uneven.unshard()
         decoded = model.uneven.weight.detach().clone()
-        assert_equal_on_all_ranks({"uneven": decoded}, scheme)
-        assert torch.equal(decoded, exact["uneven.weight"]) == (scheme == "zeropp")
+        assert_equal_on_all_ranks({"uneven": decoded}, block)
+        assert torch.equal(decoded, exact["uneven.weight"]) == (block["scheme"] == "zeropp")
 
 
 @pytest.mark.slow
@@ -225,19 +226,20 @@ def test_sums_have_the_errors_of_both_halves_and_no_bias() -> None:
 def test_a_divide_factor_of_the_user_is_taken_over() -> None:
     found = []
     for block in (None, {"scheme": "full_precision"}):
-        for factor in (None, 2.0, 7.0):
+        for factor, sums in ((None, False), (None, True), (2.0, False), (7.0, True)):
             model = replicated(new_model(), mesh_of(2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for module in model.modules():
-                if isinstance(module, FSDPModule) and factor is not None:
-                    module.set_gradient_divide_factor(factor)
-                    module.set_force_sum_reduction_for_comms(factor == 7.0)
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(sums)
+                    if factor is not None:
+                        module.set_gradient_divide_factor(factor)
             if block is not None:
                 fsdp2.attach(model, block, optimizer=optimizer)
             model(torch.ones(1, WIDTH)).sum().backward()
             found.append(model.head.bias.grad.full_tensor())
-    assert len(found) == 6
-    torch.testing.assert_close(found[3:], found[:3])
+    assert len(found) == 8
+    torch.testing.assert_close(found[4:], found[:4])
 
 
 # ---- gradients that are not finite, in both layouts ----

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     numel: elements.
     first: its first element in the gradient, by which random bits are addressed.
     source: its first element in the sums of that rank.
-    into: its first element in the result, on all nodes.
+    target: its first element in the result, on all nodes.
     """
 
     node: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     numel: int
     first: int
     source: int
-    into: int
+    target: int
 
 
 class ReturnedSums:
@@ -132,9 +132,9 @@ def _decode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
         stream=piece.gradient,
         sources=1,
         stride=0,
-        place=None,
+        own_row=None,
         own=_UNUSED,
         block=spec.block,
         flips=spec.flips,
     )
-    return operation, (slot, piece.into, 0)
+    return operation, (slot, piece.target, 0)

@@ -156,7 +156,7 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
         problems.append(
             f'{KEY}.scheme="{AUTOTUNE}": allowed under FSDP2: a preset, see docs/choosing.md'
         )
-    elif config.weights.exactly_differ and not has_replicas:
+    elif config.weights.sends_lossless_differences and not has_replicas:
         problems.append(
             f"{KEY}.weights.lossless=true: allowed under FSDP2: false; "
             '"hybrid" is the scheme with exact weights there'

@@ -27,7 +27,7 @@ from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.slots import row_vector
-from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_last
+from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_tensors_last
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.dispatch import Operations, RngState
@@ -110,7 +110,7 @@ class QuantizedReduceScatter(ReduceScatter):
             output_tensor.zero_()
             return
         partial_sums = self._pop_partial_sums()
-        total = plan.sums.room(input_tensor.device)
+        total = plan.sums.new_sums(input_tensor.device)
         plan.sums.begin(
             [input_tensor], bound_codecs, rotations, into=total, partial_sums=partial_sums
         ).wait()
@@ -275,7 +275,7 @@ class QuantizedReduceScatter(ReduceScatter):
                     numel=segment.numel,
                     first=segment.first,
                     source=sums.own.get(index, 0),
-                    into=segment.start - row_start,
+                    target=segment.start - row_start,
                 )
                 pieces.append(piece)
         return ReturnedSums(pieces, specs, inter)
@@ -293,7 +293,7 @@ class QuantizedReduceScatter(ReduceScatter):
         plain = plain and not any(codecs.spec.block for codecs in gradient_codecs)
         last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
         segments = []
-        for index in small_last(last_codecs):
+        for index in small_tensors_last(last_codecs):
             width = rows.widths[index]
             for rank, numel in enumerate(rows.lengths[index]):
                 segments.append(
@@ -316,7 +316,7 @@ class QuantizedReduceScatter(ReduceScatter):
         """Cut the shard of every local rank: node n sums the n-th piece."""
         topology = self._front.topology
         segments = []
-        for index in small_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
+        for index in small_tensors_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
             for local, numel in enumerate(rows.lengths[index]):
                 shard_start = local * rows.row_numel + rows.offsets[index]
                 for node in range(topology.nodes):

@@ -165,9 +165,9 @@ def _exchange_message(
                     numel=lengths[index][peer * node_size + local],
                     stream=index,
                     source=(1, offset),
-                    into=(0, peer * row_numel + offset),
-                    differs=differences[index],
-                    room=width,
+                    target=(0, peer * row_numel + offset),
+                    is_difference=differences[index],
+                    slot_numel=width,
                 )
             )
         offset += width
@@ -197,9 +197,9 @@ def _node_message(
                     numel=numel,
                     stream=index,
                     source=(0, node * row_numel + offset),
-                    into=(0, rank * row_numel + offset),
+                    target=(0, rank * row_numel + offset),
                     vector=row_vector(node, numel, width),
-                    room=width,
+                    slot_numel=width,
                 )
             )
         offset += width

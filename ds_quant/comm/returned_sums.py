@@ -8,7 +8,6 @@ anew: the signs of the reduction would make the errors of both halves depend on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,8 +57,9 @@ class ReturnedSums:
         communicator: Communicator,
     ) -> None:
         self._communicator = communicator
-        pieces = sorted(pieces, key=lambda piece: piece.node)  # stable
-        rows = [list(row) for _, row in groupby(pieces, key=lambda piece: piece.node)]
+        rows: list[list[Piece]] = [[] for _ in range(communicator.size)]  # by node
+        for piece in pieces:
+            rows[piece.node].append(piece)
         layouts = [lay_out(_size(piece, specs) for piece in row) for row in rows]
         self._nbytes = max(nbytes for _, nbytes in layouts)
         encode: list[Task] = []

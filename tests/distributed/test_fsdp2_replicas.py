@@ -242,6 +242,38 @@ def test_a_divide_factor_of_the_user_is_taken_over() -> None:
     torch.testing.assert_close(found[4:], found[:4])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", [False, 2])
+@on_ranks(8)
+def test_resharding_after_forward_trains_as_hsdp_alone(reshard: bool | int) -> None:
+    plain, _, _ = trained(None, steps=3, reshard_after_forward=reshard)
+    losses, weights, _ = trained({"scheme": "hybrid"}, steps=3, reshard_after_forward=reshard)
+    assert_equal_on_all_ranks(weights)
+    assert losses == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_loaded_checkpoint_resumes_bit_for_bit() -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made() -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = replicated(new_model(), mesh_of(2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        block = {"scheme": "eden4", "min_numel": 512}
+        return model, optimizer, fsdp2.attach(model, block, optimizer=optimizer)
+
+    model, optimizer, front = made()
+    train(model, optimizer, steps=3)
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(model, optimizer))
+    own = front.state_dict()
+    expected = train(model, optimizer, steps=3)
+    model, optimizer, front = made()
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    front.load_state_dict(own)
+    assert train(model, optimizer, steps=3) == expected
+
+
 # ---- gradients that are not finite, in both layouts ----
 
 

@@ -8,7 +8,6 @@ anew: the signs of the reduction would make the errors of both halves depend on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,7 +31,7 @@ class Piece(NamedTuple):
     numel: elements.
     first: its first element in the gradient, by which random bits are addressed.
     source: its first element in the sums of that rank.
-    into: its first element in the result, on all nodes.
+    target: its first element in the result, on all nodes.
     """
 
     node: int
@@ -40,7 +39,7 @@ class Piece(NamedTuple):
     numel: int
     first: int
     source: int
-    into: int
+    target: int
 
 
 class ReturnedSums:
@@ -58,8 +57,9 @@ class ReturnedSums:
         communicator: Communicator,
     ) -> None:
         self._communicator = communicator
-        pieces = sorted(pieces, key=lambda piece: piece.node)  # stable
-        rows = [list(row) for _, row in groupby(pieces, key=lambda piece: piece.node)]
+        rows: list[list[Piece]] = [[] for _ in range(communicator.size)]  # by node
+        for piece in pieces:
+            rows[piece.node].append(piece)
         layouts = [lay_out(_size(piece, specs) for piece in row) for row in rows]
         self._nbytes = max(nbytes for _, nbytes in layouts)
         encode: list[Task] = []
@@ -137,4 +137,4 @@ def _decode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
         block=spec.block,
         flips=spec.flips,
     )
-    return operation, (slot, piece.into, 0)
+    return operation, (slot, piece.target, 0)

@@ -47,7 +47,8 @@ def attach(
     the checkpoint's state, so that a resumed run repeats its random bits.
 
     Args:
-        model: the root that ``fully_shard`` was called on, sharded over a mesh of one dimension.
+        model: the root that ``fully_shard`` was called on, sharded over all ranks or, with a
+            replica in every node, over the ranks of a node: see docs/fsdp2.md.
         block: the block, or the path of a JSON file that holds one. None: that of DS_QUANT_BLOCK.
         optimizer: the optimizer of the model's parameters. Of several the last one that steps is
             given last. An empty list: a model that is only evaluated.

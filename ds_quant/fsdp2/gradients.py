@@ -262,7 +262,7 @@ class QuantizedReduceScatter(ReduceScatter):
                     numel=segment.numel,
                     first=segment.first,
                     source=sums.own.get(index, 0),
-                    into=segment.start - row_start,
+                    target=segment.start - row_start,
                 )
                 pieces.append(piece)
         return ReturnedSums(pieces, specs, inter)

@@ -17,7 +17,7 @@ are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, compress
 from typing import Any
@@ -97,12 +97,12 @@ class ShardedModule:
         replicated = self.group.mesh_info
         if not isinstance(replicated, HSDPMeshInfo):
             return
-        sharded = FSDPMeshInfo(
-            replicated.mesh,
-            shard_mesh_dim=replicated.shard_mesh_dim,
-            dp_mesh_dims=replicated.dp_mesh_dims,
-            spmd_mesh=replicated.spmd_mesh,
-        )
+        values = {
+            field.name: getattr(replicated, field.name)
+            for field in fields(FSDPMeshInfo)
+            if field.init and field.name != "replicate_mesh_dim"
+        }
+        sharded = FSDPMeshInfo(**values)
         self.group.mesh_info = sharded
         if self.group.post_forward_mesh_info is replicated:
             self.group.post_forward_mesh_info = sharded

@@ -155,8 +155,9 @@ class Routes:
         one_node: Level = "intra" if self.replicas else "flat"
         if self.stage == 3 and self.scheme.block.keeps_node_shard:
             # One node: gather with the intra codec, as from a node shard.
-            hop = Hop(level=one_node, codec=inner_codec, per=per, is_intra_codec=True)
-            return Route(hops=(hop,))
+            return Route(
+                hops=(Hop(level=one_node, codec=inner_codec, per=per, is_intra_codec=True),)
+            )
         if self.replicas:
             return Route(hops=(Hop(level=one_node, codec=outer_codec, per=per),))
         difference = self.scheme.difference and outer_codec is not None

@@ -21,6 +21,7 @@ from ds_quant.config.errors import KEY, ConfigError
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.fsdp2.front import STAGE, Front
+from ds_quant.fsdp2.notices import weights_in_full
 from ds_quant.fsdp2.report import figures, start_line
 from ds_quant.fsdp2.sharded_module import shard_group
 from ds_quant.kernels import dispatch
@@ -77,12 +78,13 @@ def attach(
     topology = Topology(world=world, node_size=config.node_size or node_size)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     refusals.refuse_full_replica(
-        config, world=world, node_size=topology.node_size, model_bytes=model_bytes
+        config, world=world, node_size=topology.node_size, model_bytes=model_bytes, fsdp2=True
     )
     groups = _level_groups(topology, device) if 1 < topology.node_size < world else ()
     front = Front(model, config.to_scheme(), topology, [group, *groups], device)
     if world > 1:
         front.connect()
+        front.notices += weights_in_full(front)
         _follow(front, optimizer)
     front.line = start_line(front)
     log.info_rank0(f"{KEY}: {front.line}")
@@ -136,11 +138,6 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
     if config.scheme == AUTOTUNE:
         problems.append(
             f'{KEY}.scheme="{AUTOTUNE}": allowed under FSDP2: a preset, see docs/choosing.md'
-        )
-    elif config.weights.exactly_differ:
-        problems.append(
-            f"{KEY}.weights.lossless=true: allowed under FSDP2: false; "
-            '"hybrid" is the scheme with exact weights there'
         )
     if config.weights.enabled and config.weights.levels == "learned":
         problems.append(f'{KEY}.weights.levels="learned": allowed under FSDP2: "uniform"')

@@ -23,7 +23,7 @@ from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
-from ds_quant.fsdp2.node_shard import NodeShard
+from ds_quant.fsdp2.node_shard import NodeShard, exchange
 from ds_quant.fsdp2.sharded_module import root_state, sharded_modules
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
@@ -141,7 +141,7 @@ class Front:
                 "every module needs a gradient; or set quantized_comm.gradients.cross="
                 '"micro_step"'
             )
-        if self.scheme.block.payload_checksum:
+        if self.scheme.block.payload_checksum or self.scheme.lossless:
             self._check_messages()
 
     def after_step(self, *_: Any) -> None:
@@ -149,8 +149,8 @@ class Front:
         self.step += 1
         for reduction in self.reductions:
             reduction.after_step()
-        for node_shard in self.node_shards:
-            node_shard.after_step()
+        if self.node_shards:
+            exchange(self, self.node_shards)
 
     def discard_gradients(self) -> None:
         """Forget partial sums of an accumulation that was abandoned."""
@@ -254,7 +254,13 @@ class Front:
         torch.distributed.broadcast_object_list(errors, src=receiver)
         error = errors[0]
         assert error is not None, "the receiver has voted for it"
-        raise end_of_run(error, receiver=receiver, step=self.step, sealed=True, lossless=False)
+        raise end_of_run(
+            error,
+            receiver=receiver,
+            step=self.step,
+            sealed=self.scheme.block.payload_checksum,
+            lossless=self.scheme.lossless,
+        )
 
 
 def _records(model: nn.Module, routes: Routes) -> dict[int, Param]:

@@ -1,7 +1,8 @@
-"""Lossless differences of weights under FSDP2."""
+"""Lossless differences of weights under FSDP2, bytes between nodes, and a rank that dies."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from ds_quant import fsdp2
 from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.attaching import front_of
 from tests.distributed.harness import on_ranks, run_each
+from tests.distributed.test_faults import die
 from tests.distributed.test_fsdp2 import new_model, sharded, train, weights_of
+from tests.thin import thinned
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 EXACT = {"weights": {"enabled": False}, "node_shard": True}  # the same gradients, exact weights
@@ -168,6 +171,46 @@ def test_a_wrong_length_ends_all_ranks() -> None:
         assert "ranks have received different lengths" in errors[rank]
     for rank in (0, 2):
         assert "does not answer" in errors[rank]
+
+
+# ---- a lost rank ----
+
+
+def lose_a_rank(scheme: str, role: str) -> None:
+    """Rank 3 dies in the second step: at its first send of the role, its receives posted."""
+    model, optimizer = attached({"scheme": scheme})
+    train(model, optimizer, steps=1)
+    if torch.distributed.get_rank() == 3:
+        count, send, sends = Communicator._count, torch.distributed.isend, [""]
+
+        def noted(self: Any, of: str, received: Any) -> None:
+            sends[0] = of
+            count(self, of, received)
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            if sends[0] == role:
+                die()
+            return send(*args, **kwargs)
+
+        Communicator._count, torch.distributed.isend = noted, struck
+    train(model, optimizer, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "role"),
+    thinned(
+        [("lossless_w_g3", "weights"), ("qsdp", "weights"), ("eden4", "gradients")],
+        lambda scheme, _: scheme == "lossless_w_g3",
+    ),
+)
+def test_a_lost_rank_ends_the_others_by_name(scheme: str, role: str) -> None:
+    start = time.monotonic()
+    outcomes = run_each(lose_a_rank, 4, scheme, role, environment={"TEST_COLLECTIVE_TIMEOUT": "60"})
+    errors = [error for _, error in outcomes]
+    assert errors[3] == "the process died"
+    for error in errors[:3]:
+        assert "quantized_comm: rank" in error and "does not answer" in error
+    assert time.monotonic() - start < 60, "the others wait for the timeout"
 
 
 # ---- bytes ----

@@ -185,7 +185,7 @@ class Bench:
             stream=0,
             sources=SOURCES,
             stride=source.wire_bytes(numel),
-            place=None,
+            own_row=None,
             own=0,
         )
         return self.tasks(
@@ -288,7 +288,7 @@ def sum_of(codec: Codec, numel: int, sources: int, stride: int) -> Sum:
         stream=0,
         sources=sources,
         stride=stride,
-        place=None,
+        own_row=None,
         own=1,
     )
 

@@ -25,7 +25,7 @@ from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
 from ds_quant.comm.message import all_gather
-from ds_quant.comm.node_rows import Room, ShardRows, exchange, gather
+from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic, normalised
 from ds_quant.comm.transport import Communicator, Pending
@@ -245,7 +245,7 @@ class SimulatedRank(Plugin):
         self._network = network
         super().__init__(cast(Engine, engine), scheme, network.topology)
         self.reduction = ShardReduction(self)
-        if self.routes.gradients().waits:
+        if self.routes.gradients().keeps_partial_sums:
             self.partial_gradients = PartialGradients(cast(Engine, engine))
 
     def communicator(self, process_group: Any) -> Communicator:
@@ -502,7 +502,7 @@ class Simulation:
         return gathers[0].wait()
 
     def _new_rows(self, rank: SimulatedRank) -> list[ShardRows]:
-        room = Room(0, partial(torch.zeros, dtype=torch.uint8))
+        arena = RowArena(0, partial(torch.zeros, dtype=torch.uint8))
         return [
             ShardRows.allocate(
                 numel,
@@ -510,7 +510,7 @@ class Simulation:
                 node_size=self._topology.node_size,
                 local=rank.number % self._topology.node_size,
                 dtype=self._dtype,
-                room=room,
+                arena=arena,
             )
             for numel in self._sizes
         ]

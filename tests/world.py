@@ -76,7 +76,7 @@ class World:
     def _group(self, ranks: Sequence[int]) -> Recorded:
         return self.groups.setdefault(tuple(ranks), Recorded(ranks))
 
-    def link(self, ranks: Sequence[int], index: int) -> SimulatedCommunicator:
+    def communicator(self, ranks: Sequence[int], index: int) -> SimulatedCommunicator:
         """Return a communicator of rank ``index`` of a group, with its own counters."""
         return SimulatedCommunicator(
             self._group(ranks), index, topology=self.ranks[0].topology, traffic=Traffic()

@@ -181,7 +181,7 @@ def decode_sum(
         stream=0,
         sources=len(wire),
         stride=wire.stride(0),
-        place=place,
+        own_row=place,
         own=2,
         block=0 if rotation is None else rotation.block,
         flips=rotation is not None and rotation.flips is not None,

@@ -76,11 +76,11 @@ class GatherSlice(NamedTuple):
     peer: index of the sender.
     stream: index of the tensor among the bound codecs.
     source: (tensor, first element) of the values, on the sender.
-    into: (tensor, first element) of the decoded values, on all ranks.
+    target: (tensor, first element) of the decoded values, on all ranks.
     vector: first vector of their random bits, in the stream.
-    differs: True if the decoded difference is added to the values of ``into``; the tensors of
-        ``into`` are then the first of the values given to ``gather``.
-    room: elements that the slot has room for, if more than ``numel``.
+    is_difference: True if the decoded difference is added to the values at ``target``; the tensors
+        of ``targets`` are then the first of the values given to ``gather``.
+    slot_numel: elements that the slot has room for, if more than ``numel``.
     """
 
     peer: int
@@ -88,10 +88,10 @@ class GatherSlice(NamedTuple):
     numel: int
     stream: int
     source: tuple[int, int]
-    into: tuple[int, int]
+    target: tuple[int, int]
     vector: int = 0
-    differs: bool = False
-    room: int = 0
+    is_difference: bool = False
+    slot_numel: int = 0
 
 
 class Message:
@@ -108,7 +108,7 @@ class Message:
         slices = list(slices)
         rows: list[list[tuple[Codec, int]]] = [[] for _ in range(ranks)]  # by sender
         for item in slices:
-            rows[item.peer].append((item.codec, max(item.room, item.numel)))
+            rows[item.peer].append((item.codec, max(item.slot_numel, item.numel)))
         # Of this rank's row; None: values that are not sent in full precision.
         self._dtypes: set[torch.dtype | None] = {
             codec.dtype if isinstance(codec, CastCodec) else None for codec, _ in rows[rank]
@@ -134,21 +134,21 @@ class Message:
         communicator: Communicator | HierarchicalCommunicator,
         values: Sequence[Tensor],
         bound_codecs: Sequence[BoundCodec],
-        into: Callable[[], list[Tensor]],
+        targets: Callable[[], list[Tensor]],
         *,
         stays: bool = False,
     ) -> Pending[list[Tensor]]:
-        """Begin to gather weights; the result is the tensors of ``into()``, decoded.
+        """Begin to gather weights; the result is the tensors of ``targets()``, decoded.
 
         1. Encode this rank's row.
         2. Post the all-gather of the rows.
-        3. When the result is waited for, allocate ``into()`` and decode all rows.
+        3. When the result is waited for, allocate ``targets()`` and decode all rows.
 
         stays: True if no value changes until then. Full-precision values already laid out as the
             row are then sent without a copy.
         """
         if self.nbytes == 0:
-            return Pending(into)
+            return Pending(targets)
         rng_state = RngState(bound_codecs, [None] * len(bound_codecs))
         encoded = self._row_in_place(values) if stays else None
         wire = pack(communicator, "weights", self.nbytes, self._encode, values, rng_state, encoded)
@@ -156,7 +156,7 @@ class Message:
 
         def decoded() -> list[Tensor]:
             received = pending.wait()
-            tensors = into()
+            tensors = targets()
             unpack(communicator, "weights", self._decode, [received, *tensors], rng_state)
             return tensors
 
@@ -186,30 +186,30 @@ _WIRE, _TENSORS = 0, 1
 def _encode_task(item: GatherSlice, slot: int) -> Task:
     """Plan the encoding of a slice into the row, from byte ``slot`` on."""
     tensor, start = item.source
-    target, target_start = item.into
+    target, target_start = item.target
     operation = Encode(
         item.codec,
         item.numel,
         values=_TENSORS + tensor,
         wire=_WIRE,
         stream=item.stream,
-        base=_TENSORS + target if item.differs else None,
+        base=_TENSORS + target if item.is_difference else None,
     )
-    if item.differs:
+    if item.is_difference:
         return operation, (start, slot, item.vector, target_start)
     return operation, (start, slot, item.vector)
 
 
 def _decode_task(item: GatherSlice, slot: int) -> Task:
     """Plan the decoding of a slice from the received rows, from byte ``slot`` on."""
-    target, target_start = item.into
+    target, target_start = item.target
     operation = Decode(
         item.codec,
         item.numel,
         wire=_WIRE,
         values=_TENSORS + target,
         stream=item.stream,
-        add=item.differs,
+        add=item.is_difference,
     )
     return operation, (slot, target_start)
 
@@ -237,8 +237,8 @@ def all_gather(
     sizes = tuple([(bound.codec, numel) for bound, numel in zip(bound_codecs, numels, strict=True)])
     message = _shard_message(sizes, communicator.size, communicator.rank, communicator.node_size)
     shapes = [(numel, shard.dtype) for numel, shard in zip(numels, shards, strict=True)]
-    into = partial(new_values, shapes, shards[0].device)
-    return message.gather(communicator, shards, bound_codecs, into, stays=True)
+    targets = partial(new_values, shapes, shards[0].device)
+    return message.gather(communicator, shards, bound_codecs, targets, stays=True)
 
 
 def new_values(
@@ -268,8 +268,8 @@ def _shard_message(
                     stop - start,
                     stream=tensor,
                     source=(tensor, 0),
-                    into=(tensor, start),
-                    room=width,
+                    target=(tensor, start),
+                    slot_numel=width,
                 )
             )
     return Message(slices, rank=rank, ranks=ranks, node_size=node_size)

@@ -31,7 +31,7 @@ from ds_quant.kernels.wire import ALIGNMENT, ceil_div, round_up, shard_range
 # ---- memory ----
 
 
-class Room:
+class RowArena:
     """An arena for tensors that are kept. They lie end to end, so they can be sent without a copy.
 
     Tensors are cut out of large blocks, because torch rounds page-locked blocks up to powers of
@@ -86,15 +86,15 @@ class ShardRows:
         node_size: int,
         local: int,
         dtype: torch.dtype,
-        room: Room,
+        arena: RowArena,
         device: torch.device | None = None,
     ) -> ShardRows:
-        """Allocate rows of zeros in ``room``."""
-        rows = room.zeros(nodes, ceil_div(numel, nodes * node_size), dtype=dtype)
+        """Allocate rows of zeros in ``arena``."""
+        rows = arena.zeros(nodes, ceil_div(numel, nodes * node_size), dtype=dtype)
         return cls(numel=numel, node_size=node_size, local=local, rows=rows, device=device)
 
 
-def rows_of(node_rows: Sequence[ShardRows], node: int | None = None) -> list[Tensor]:
+def rows_on_device(node_rows: Sequence[ShardRows], node: int | None = None) -> list[Tensor]:
     """Return the rows of each parameter on the device, or row ``node`` of each.
 
     Rows in host memory are copied, in order of the current stream. All parameters are on the device
@@ -110,7 +110,7 @@ def rows_of(node_rows: Sequence[ShardRows], node: int | None = None) -> list[Ten
     return [row.to(device, non_blocking=True) for row in rows]
 
 
-def copy_into_rows(node_rows: Sequence[ShardRows], rows: Sequence[Tensor]) -> None:
+def update_rows(node_rows: Sequence[ShardRows], rows: Sequence[Tensor]) -> None:
     """Copy updated rows back into the node shard."""
     torch._foreach_copy_([item.rows for item in node_rows], list(rows), non_blocking=True)
 
@@ -146,7 +146,7 @@ def exchange(
     on_host = node_rows[0].device is not None
     any_differs = any([bound.difference for bound in bound_codecs])
     # Only differences read the rows when they are encoded.
-    rows = list(shards) if on_host and not any_differs else rows_of(node_rows)
+    rows = list(shards) if on_host and not any_differs else rows_on_device(node_rows)
     # Differences are taken from rounded values: see docs/wire_format.md.
     values = [
         shard.to(row.dtype) if bound.difference else shard
@@ -157,8 +157,8 @@ def exchange(
     tensors = [*rows, *values]
     if not on_host:
         return message.gather(inter, tensors, bound_codecs, lambda: rows)
-    updated = message.gather(inter, tensors, bound_codecs, partial(rows_of, node_rows))
-    return updated.then(partial(copy_into_rows, node_rows))
+    updated = message.gather(inter, tensors, bound_codecs, partial(rows_on_device, node_rows))
+    return updated.then(partial(update_rows, node_rows))
 
 
 @lru_cache(maxsize=1024)
@@ -181,9 +181,9 @@ def _exchange_message(
                     numel=stop - start,
                     stream=param,
                     source=(len(sizes) + param, 0),
-                    into=(param, row * width),
-                    differs=differs,
-                    room=width,
+                    target=(param, row * width),
+                    is_difference=differs,
+                    slot_numel=width,
                 )
             )
     return Message(slices, rank=node, ranks=nodes)
@@ -203,7 +203,7 @@ def gather(
         # Copies to the device begin now, ahead of their use.
         full = [
             rows.view(-1)[: item.numel]
-            for rows, item in zip(rows_of(node_rows), node_rows, strict=True)
+            for rows, item in zip(rows_on_device(node_rows), node_rows, strict=True)
         ]
         if node_rows[0].device is not None:
             return Pending(lambda: full)
@@ -214,11 +214,11 @@ def gather(
             for bound, item in zip(bound_codecs, node_rows, strict=True)
         ]
     )
-    rows = rows_of(node_rows)
+    rows = rows_on_device(node_rows)
     message = _node_message(sizes, intra.size, intra.rank)
     shapes = [(item.numel, item.rows.dtype) for item in node_rows]
-    into = partial(new_values, shapes, rows[0].device)
-    return message.gather(intra, rows, bound_codecs, into, stays=True)
+    targets = partial(new_values, shapes, rows[0].device)
+    return message.gather(intra, rows, bound_codecs, targets, stays=True)
 
 
 @lru_cache(maxsize=1024)
@@ -240,9 +240,9 @@ def _node_message(sizes: tuple[tuple[Codec, int, int], ...], node_size: int, loc
                     numel=stop - start,
                     stream=param,
                     source=(param, row * width),
-                    into=(param, start),
+                    target=(param, start),
                     vector=row_vector(row, stop - start, width),
-                    room=width,
+                    slot_numel=width,
                 )
             )
     return Message(slices, rank=local, ranks=node_size)

@@ -272,7 +272,7 @@ class GradientSums:
         into: Tensor,
         partial_sums: Tensor | None = None,
     ) -> Reduction:
-        """Begin to fill ``into``, which ``room`` allocates: the sums of this rank lie at ``own``.
+        """Begin to fill ``into``, of ``new_sums``: the sums of this rank lie at ``own``.
 
         Other arguments are those of ``Reduction``.
         """
@@ -283,7 +283,7 @@ class GradientSums:
             self.plan, tensors, bound_codecs, rotations, into, partial_sums=partial_sums, then=then
         )
 
-    def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    def new_sums(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate the sums."""
         return self._communicator.empty(self._numel, dtype=dtype, device=device)
 

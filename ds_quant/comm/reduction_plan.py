@@ -87,7 +87,7 @@ class ReductionHop:
     full_precision_own: bool = False
     slicing: Slicing = Slicing()
 
-    def place(self, rank: int) -> int:
+    def receiver_of(self, rank: int) -> int:
         """Return the index within the communicator of the rank that takes data for ``rank``."""
         return rank // self.divisor % self.communicator.size
 
@@ -322,7 +322,7 @@ class _Compiler:
         for depth, hop in enumerate(self._hops):
             rows: list[list[int]] = [[] for _ in range(hop.communicator.size)]  # by receiver
             for index in remaining:
-                receiver = hop.place(self._segments[index].reducer)
+                receiver = hop.receiver_of(self._segments[index].reducer)
                 rows[receiver].append(index)
             steps.append(self._step(rows, depth))
             remaining = rows[hop.communicator.rank]
@@ -426,7 +426,7 @@ class _Compiler:
             stream=segment.gradient,
             sources=sources,
             stride=self._row_bytes,
-            place=own_place,
+            own_row=own_place,
             own=OWN_BEFORE,
             block=spec.block,
         )
@@ -462,7 +462,7 @@ class _Compiler:
             stream=segment.gradient,
             sources=sources,
             stride=self._row_bytes,
-            place=own_place,
+            own_row=own_place,
             own=OWN_BEFORE,
         )
         return operation, (self._slots[index], offset, self._own_offsets.get(index, 0))
@@ -480,7 +480,7 @@ class _Compiler:
             stream=segment.gradient,
             sources=sources,
             stride=self._row_bytes,
-            place=own_place,
+            own_row=own_place,
             own=OWN_BEFORE,
             block=spec.block,
             flips=spec.flips,

@@ -36,7 +36,7 @@ def padded(codec: Codec) -> Codec:
     return codec
 
 
-def small_together(items: Iterable[tuple[T, Hashable | None]]) -> list[T]:
+def group_small_tensors(items: Iterable[tuple[T, Hashable | None]]) -> list[T]:
     """Move the small items of each owner behind the owner's first one.
 
     items: (item, owner); the owner of a larger item is None.
@@ -54,7 +54,7 @@ def small_together(items: Iterable[tuple[T, Hashable | None]]) -> list[T]:
     return [item for run in runs for item in run]
 
 
-def small_last(codecs: Sequence[Codec]) -> list[int]:
+def small_tensors_last(codecs: Sequence[Codec]) -> list[int]:
     """Return the indices of tensors in the order of a message: larger ones, then the small ones of
     each dtype together.
     """
@@ -65,4 +65,4 @@ def small_last(codecs: Sequence[Codec]) -> list[int]:
             small.append((index, codec))
         else:
             large.append(index)
-    return large + small_together(small)
+    return large + group_small_tensors(small)

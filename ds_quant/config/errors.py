@@ -192,7 +192,7 @@ def _irrelevant_keys(
         yield keys, f", {enabled}: set it to true or choose another scheme"
     if role != "weights":
         return
-    if settings.exactly_differ:
+    if settings.sends_lossless_differences:
         lossless = f"{path_of(('weights', 'lossless'))}=true"
         if "lossless" not in written:
             lossless += f" (set by scheme {config.scheme})"

@@ -213,21 +213,21 @@ class WeightsConfig(_Quantizer):
     )
 
     @property
-    def exactly_differ(self) -> bool:
+    def sends_lossless_differences(self) -> bool:
         """True if lossless differences are sent."""
         return self.enabled and self.lossless
 
     @property
-    def differ(self) -> bool:
+    def sends_quantized_differences(self) -> bool:
         """True if quantized differences are sent."""
         return self.enabled and self.difference and not self.lossless
 
     @property
-    def reference(self) -> str | None:
+    def difference_key(self) -> str | None:
         """The key that makes this scheme send differences, or None."""
-        if self.exactly_differ:
+        if self.sends_lossless_differences:
             return "lossless"
-        if self.differ:
+        if self.sends_quantized_differences:
             return "difference"
         return None
 
@@ -413,7 +413,7 @@ class QuantizedCommConfig(Block):
             return self.model_dump(mode="json", exclude={"weights", "gradients", "node_shard"})
         return self.model_dump(mode="json")
 
-    def picked(self, name: str) -> QuantizedCommConfig:
+    def with_scheme(self, name: str) -> QuantizedCommConfig:
         """Return the settings with scheme ``name`` in place of "autotune"."""
         written = self.model_dump(mode="json", exclude_unset=True)
         return parse_block({**written, "scheme": name})
@@ -444,7 +444,7 @@ class QuantizedCommConfig(Block):
         """True if ZeRO-3 keeps a copy of the weights in every node, given several nodes."""
         if self.node_shard is not None:
             return self.node_shard
-        return self.weights.reference is not None
+        return self.weights.difference_key is not None
 
     def validate_stage(self, stage: int | None) -> None:
         """Raise ``ConfigError`` unless the block works under a ZeRO stage; None: not set."""
@@ -454,7 +454,7 @@ class QuantizedCommConfig(Block):
                 f"zero_optimization.stage{written}: allowed with {KEY}: 1, 2 or 3; "
                 f"set one of them or remove {KEY}"
             )
-        key = self.weights.reference
+        key = self.weights.difference_key
         if stage == 3 and key is not None and self.node_shard is False:
             raise ConfigError(
                 f"{path_of(('weights', key))}=true conflicts with "
@@ -464,7 +464,7 @@ class QuantizedCommConfig(Block):
             )
 
     def to_scheme(self) -> Scheme:
-        """Build the scheme. Raises ``ConfigError`` for "autotune", see ``picked``."""
+        """Build the scheme. Raises ``ConfigError`` for "autotune", see ``with_scheme``."""
         # Imported here: it loads torch, which checks of a block do not need.
         from ds_quant.policy.scheme import Scheme
 

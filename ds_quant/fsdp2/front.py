@@ -108,7 +108,7 @@ class Front:
     @property
     def defers_inter_node(self) -> bool:
         """True if gradients cross between nodes in the last backward of a step only."""
-        return self.routes.gradients().waits
+        return self.routes.gradients().keeps_partial_sums
 
     @property
     def is_last_backward(self) -> bool:

@@ -23,7 +23,7 @@ from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import Segment
 from ds_quant.comm.slots import row_vector
-from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_last
+from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_tensors_last
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.dispatch import Operations, RngState
@@ -99,7 +99,7 @@ class QuantizedReduceScatter(ReduceScatter):
             output_tensor.zero_()
             return
         partial_sums = self._pop_partial_sums()
-        total = plan.sums.room(input_tensor.device)
+        total = plan.sums.new_sums(input_tensor.device)
         plan.sums.begin(
             [input_tensor], bound_codecs, rotations, into=total, partial_sums=partial_sums
         ).wait()
@@ -221,7 +221,7 @@ class QuantizedReduceScatter(ReduceScatter):
         plain = plain and not any(codecs.spec.block for codecs in gradient_codecs)
         last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
         segments = []
-        for index in small_last(last_codecs):
+        for index in small_tensors_last(last_codecs):
             width = sharded.widths[index]
             for rank, numel in enumerate(sharded.lengths[index]):
                 segments.append(

@@ -59,7 +59,7 @@ class NodeShard:
         """Bytes of the rows on this rank."""
         return self._rows.nbytes
 
-    def finish(self) -> None:
+    def _finish_exchange(self) -> None:
         """Wait until the rows hold the weights of the last step."""
         if self._exchange is not None:
             self._exchange.wait()
@@ -67,10 +67,10 @@ class NodeShard:
 
     def refill(self) -> None:
         """Fill the rows exactly. A collective."""
-        self.finish()
+        self._finish_exchange()
         exact = [full_precision(self._sharded.dtype) for _ in self._sharded.params]
         self._post(exact, self._exchange_plan(exact, everything=True))
-        self.finish()
+        self._finish_exchange()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +104,7 @@ class NodeShard:
             RuntimeError: weights were written outside of the optimizer since the last exchange.
         """
         self._require_unwritten()
-        self.finish()
+        self._finish_exchange()
         intra = self._front.hierarchy.intra
         if intra is None:  # one rank per node: all rows are here
             output.view(self._rows.shape).copy_(self._rows)
@@ -169,7 +169,7 @@ def exchange(front: Front, node_shards: Sequence[NodeShard]) -> None:
     """
     lossless: dict[torch.dtype, list[NodeShard]] = {}
     for node_shard in node_shards:
-        node_shard.finish()  # a forward may have skipped the module
+        node_shard._finish_exchange()  # a forward may have skipped the module
         if node_shard.sends_lossless:
             lossless.setdefault(node_shard.dtype, []).append(node_shard)
         else:
@@ -215,9 +215,9 @@ def _exchange_message(
                     numel=lengths[index][peer * node_size + local],
                     stream=index,
                     source=(1, offset),
-                    into=(0, peer * row_numel + offset),
-                    differs=differences[index],
-                    room=width,
+                    target=(0, peer * row_numel + offset),
+                    is_difference=differences[index],
+                    slot_numel=width,
                 )
             )
         offset += width
@@ -247,9 +247,9 @@ def _node_message(
                     numel=numel,
                     stream=index,
                     source=(0, node * row_numel + offset),
-                    into=(0, rank * row_numel + offset),
+                    target=(0, rank * row_numel + offset),
                     vector=row_vector(node, numel, width),
-                    room=width,
+                    slot_numel=width,
                 )
             )
         offset += width

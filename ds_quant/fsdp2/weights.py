@@ -113,8 +113,8 @@ def _row_message(
                     numel=lengths[index][peer],
                     stream=index,
                     source=(0, offset),
-                    into=(0, peer * row_numel + offset),
-                    room=width,
+                    target=(0, peer * row_numel + offset),
+                    slot_numel=width,
                 )
             )
         offset += width

@@ -72,7 +72,7 @@ class Decode(NamedTuple):
 class Sum(NamedTuple):
     """Places: wire, values, own. Sources are rows ``stride`` bytes apart.
 
-    place: index of this rank's own row, read from ``own`` (fp32) instead of the wire; None if all
+    own_row: index of this rank's own row, read from ``own`` (fp32) instead of the wire; None if all
         rows are on the wire.
     block, flips: of a rotation, which is undone; with OWN_SIGNS that of every source before it is
         added, see ``reference.decode_sum``.
@@ -87,7 +87,7 @@ class Sum(NamedTuple):
     stream: int
     sources: int
     stride: int
-    place: int | None
+    own_row: int | None
     own: int
     block: int = 0
     flips: int = 0
@@ -113,7 +113,7 @@ class Recode(NamedTuple):
     stream: int
     sources: int
     stride: int
-    place: int | None
+    own_row: int | None
     own: int
     block: int = 0
 

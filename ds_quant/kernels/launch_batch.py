@@ -222,7 +222,7 @@ def _sum(op: Sum, places: Places, buffers: Buffers) -> _Work:
             stream=op.stream,
             sources=op.sources,
             stride=op.stride,
-            place=op.place,
+            own_row=op.own_row,
             own=op.own,
         )
         return _recode(recoded, (places[0], values_at[1], places[2], 0), buffers, _STAYS)
@@ -234,7 +234,7 @@ def _sum(op: Sum, places: Places, buffers: Buffers) -> _Work:
         _rows_added(op),
         buffers[op.values].dtype,
         op.scale,
-        op.place is not None,
+        op.own_row is not None,
         rotation,
         False,
         is_easy,
@@ -253,7 +253,7 @@ def _recode(
     op: Recode, places: Places, buffers: Buffers, extra_fields: Mapping[str, int] = _NO_FIELDS
 ) -> _Work:
     source, codec = groups_of(op.source), groups_of(op.codec)
-    has_own = op.place is not None
+    has_own = op.own_row is not None
     plan = launch.recode_plan(source, codec, op.on_wire, _rows_added(op), has_own)
     numbers = {**plan.fields, **_source_fields(op), **extra_fields}
     pointers = {
@@ -305,7 +305,7 @@ def _cast(rows: Rows, buffers: Buffers) -> _Work:
         fields |= _source_fields(op)
         own_at = at(buffers, op.own, places[2])
         sources = _rows_added(op)
-        has_own = op.place is not None
+        has_own = op.own_row is not None
     if isinstance(op, Sum):
         scale = op.scale
     plan = launch.cast_plan(
@@ -317,11 +317,11 @@ def _cast(rows: Rows, buffers: Buffers) -> _Work:
 
 def _rows_added(op: Sum | Recode) -> int:
     """Rows of a sum, those of the wire and this rank's own."""
-    return op.sources + (op.place is not None)
+    return op.sources + (op.own_row is not None)
 
 
 def _source_fields(op: Sum | Recode) -> dict[str, int]:
-    return {"source_stride": op.stride, "own": NO_SOURCE if op.place is None else op.place}
+    return {"source_stride": op.stride, "own": NO_SOURCE if op.own_row is None else op.own_row}
 
 
 def _is_easy(buffers: Buffers, place: tuple[int, int], count: int, stride: int) -> bool:

@@ -247,9 +247,9 @@ def _recode(op: Recode, places: Places, buffers: Buffers) -> list[Job]:
 def _source_numbers(
     op: Sum | Recode, codec: Codec, numel: int, dtype: torch.dtype, block: int = 0
 ) -> dict[str, Any]:
-    rows = op.sources + (op.place is not None)
+    rows = op.sources + (op.own_row is not None)
     numbers = numbers_of(codec, rows, numel, dtype, block)
-    return numbers | {"wire_stride": op.stride, "own": -1 if op.place is None else op.place}
+    return numbers | {"wire_stride": op.stride, "own": -1 if op.own_row is None else op.own_row}
 
 
 def _source_pointers(

@@ -157,8 +157,8 @@ class TorchTask(NamedTuple):
         nbytes = codec.wire_bytes(op.on_wire)
         wire = _rows(self.buffers[op.wire_in], self.places[0], nbytes, op.sources, op.stride)
         own = None
-        if op.place is not None:
-            own = op.place, _view(self.buffers[op.own], self.places[2], op.on_wire)
+        if op.own_row is not None:
+            own = op.own_row, _view(self.buffers[op.own], self.places[2], op.on_wire)
         out = out.detach()
         if codec.kind == "groups":
             reference.decode_sum(

@@ -188,7 +188,7 @@ def _reduce(
     single_hop = ReductionHop(communicator=communicator, full_precision_own=hop.full_precision_own)
     gradient_sums = GradientSums(segments, [spec], (single_hop,), communicator, scale=1.0)
     values = _values(width * communicator.size, dtype, device)
-    sums = gradient_sums.room(device)
+    sums = gradient_sums.new_sums(device)
     bound_codecs = [(BoundCodec(codec, _ADDRESS),)]
     return lambda: gradient_sums.begin([values], bound_codecs, [rotation], into=sums).wait()
 

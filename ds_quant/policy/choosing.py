@@ -99,6 +99,6 @@ def tuned(place: Place) -> tuple[str, ...]:
     names = []
     for name in candidates(place):
         block = parse_block({"scheme": name}, load_codecs=False)
-        if not block.weights.exactly_differ:
+        if not block.weights.sends_lossless_differences:
             names.append(name)
     return tuple(names)

@@ -93,7 +93,7 @@ class CommVolume:
     @property
     def crosses_once(self) -> bool:
         """Return True if gradients cross between nodes once per optimizer step."""
-        return self.routes.gradients().waits
+        return self.routes.gradients().keeps_partial_sums
 
     @property
     def varies(self) -> bool:
@@ -126,14 +126,14 @@ class CommVolume:
         one level. ``most`` as of ``volumes``.
         """
         volumes = self.volumes(stage, micro_steps=micro_steps, most=most).values()
-        return sum(outer for outer, _ in volumes) + self.exact_bytes(stage, micro_steps)
+        return sum(outer for outer, _ in volumes) + self.stock_volume_of_step(stage, micro_steps)
 
     def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
         """Return the bytes per parameter and optimizer step inside a node."""
         volumes = self.volumes(stage, micro_steps=micro_steps).values()
         return sum(inner for _, inner in volumes)
 
-    def exact_bytes(self, stage: int, micro_steps: int) -> float:
+    def stock_volume_of_step(self, stage: int, micro_steps: int) -> float:
         """Return the bytes per parameter and optimizer step of gradients that DeepSpeed sends
         itself, and of its gathers for Muon.
         """
@@ -154,7 +154,7 @@ class CommVolume:
         inter_share = (1 - 1 / nodes) / node_size
         intra_share = 1 - 1 / node_size
         volumes = self.volumes(stage, micro_steps=micro_steps)
-        stock_volume = self.exact_bytes(stage, micro_steps)
+        stock_volume = self.stock_volume_of_step(stage, micro_steps)
         if self.routes.stock_gradients:
             stock_volume += volumes["gradients"][0]
             volumes["gradients"] = (0.0, 0.0)
@@ -253,7 +253,7 @@ def comm_volume(
     numel = max(1, totals.numel)
     sent = totals.weights + totals.gradients + totals.summed + totals.boundary
     partial_sums = 0.0
-    if routes.gradients().waits:
+    if routes.gradients().keeps_partial_sums:
         partial_sums = FP32_BYTES * totals.reduced_numel / numel / node_size
     return CommVolume(
         numel=totals.numel,

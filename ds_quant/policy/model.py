@@ -44,7 +44,7 @@ class Model:
     hidden: int
 
 
-def block_cargo(hidden: int, *, dtype: torch.dtype) -> tuple[ParamSpec, ...]:
+def block_param_specs(hidden: int, *, dtype: torch.dtype) -> tuple[ParamSpec, ...]:
     """Return the parameters of one transformer block of width ``hidden``."""
     shapes = {
         "qkv": (3 * hidden, hidden),
@@ -67,7 +67,7 @@ def of_size(numel: int, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
     """
     hidden = max(128, round((numel * 128 / 12) ** (1 / 3) / 128) * 128)
     layers = max(1, round(numel / (12 * hidden**2)))
-    param_specs = tuple(with_adapters(block_cargo(hidden, dtype=dtype), trained))
+    param_specs = tuple(with_adapters(block_param_specs(hidden, dtype=dtype), trained))
     name = f"{numel / 1e9:.3g} B parameters, {layers} blocks of width {hidden}"
     return Model(
         name=named(name, trained),

@@ -211,7 +211,7 @@ def refuse_full_replica(
     """
     if not config.keeps_node_shard or node_size > 1 or world == 1 or config.allow_full_replica:
         return
-    reference = config.weights.reference
+    reference = config.weights.difference_key
     setting = "node_shard" if reference is None else f"weights.{reference}"
     memory = "" if model_bytes is None else f", {model_bytes / 1e9:.3g} GB more"
     if config.weights.enabled or config.gradients.enabled:
@@ -243,7 +243,7 @@ def starts(config: QuantizedCommConfig, *, stage: int, world: int, node_size: in
     return True
 
 
-def exact_gradient_reason(stage: int, value_of: Callable[[str], object]) -> str | None:
+def stock_gradients_reason(stage: int, value_of: Callable[[str], object]) -> str | None:
     """Return the setting that makes DeepSpeed reduce gradients itself, or None.
 
     value_of: returns the value of a key of zero_optimization.

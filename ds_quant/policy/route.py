@@ -48,7 +48,7 @@ class Hop:
     level: Level
     codec: Codec | None
     per: Per
-    inner: bool = False
+    is_intra_codec: bool = False
     full_precision_own: bool = False
     forwards: bool = False
     difference: bool = False
@@ -90,7 +90,7 @@ class Route:
         return all(hop.is_full_precision for hop in self.hops)
 
     @property
-    def waits(self) -> bool:
+    def keeps_partial_sums(self) -> bool:
         """Return True if the sums of the first hop are kept until the last micro-step."""
         return len({hop.per for hop in self.hops}) > 1
 
@@ -147,7 +147,7 @@ class Routes:
         per = weights_per(self.stage)
         if self.stage == 3 and self.scheme.block.keeps_node_shard:
             # One node: gather with the intra codec, as from a node shard.
-            return Route(hops=(Hop(level="flat", codec=inner_codec, per=per, inner=True),))
+            return Route(hops=(Hop(level="flat", codec=inner_codec, per=per, is_intra_codec=True),))
         difference = self.scheme.difference and outer_codec is not None
         # Lossless differences need a reference, which ZeRO-1 and 2 keep.
         lossless = self._is_lossless(dtype) and self.stage < 3
@@ -194,7 +194,7 @@ class Routes:
                 level="intra",
                 codec=inner_codec,
                 per=weights_per(self.stage),
-                inner=True,
+                is_intra_codec=True,
             )
             hops.append(gather)
         return Route(hops=tuple(hops))
@@ -243,7 +243,7 @@ class Routes:
             level="intra",
             codec=inner_codec,
             per=per,
-            inner=True,
+            is_intra_codec=True,
             full_precision_own=True,
         )
         inter_node = Hop(
@@ -260,7 +260,7 @@ class Routes:
             level="flat",
             codec=inner_codec if one_node else outer_codec,
             per=gradients_per(self.stage),
-            inner=one_node,
+            is_intra_codec=one_node,
             # As published: SDP4Bit's variants gain from own contributions in full precision, QSDP
             # has none.
             full_precision_own=self.scheme.gradients_intra is not None,

@@ -70,7 +70,7 @@ class Scheme:
 
     @classmethod
     def of(cls, block: QuantizedCommConfig) -> Scheme:
-        """Make the codecs. Raises ``ConfigError`` for "autotune", see ``picked``."""
+        """Make the codecs. Raises ``ConfigError`` for "autotune", see ``with_scheme``."""
         if block.scheme == AUTOTUNE:
             raise ConfigError(
                 f'{path_of(("scheme",))}="{AUTOTUNE}": no scheme before links are measured: '
@@ -79,7 +79,7 @@ class Scheme:
         weights, gradients = block.weights, block.gradients
         return cls(
             block=block,
-            weights=None if weights.exactly_differ else _codec(weights),
+            weights=None if weights.sends_lossless_differences else _codec(weights),
             gradients=_codec(gradients),
             weights_intra=_inner_codec(weights),
             gradients_intra=_inner_codec(gradients),
@@ -93,14 +93,14 @@ class Scheme:
     @cached_property
     def difference(self) -> bool:
         """Return True if weights are sent as quantized differences to a reference."""
-        return self.block.weights.differ
+        return self.block.weights.sends_quantized_differences
 
     @cached_property
     def lossless(self) -> bool:
         """Return True if 16-bit weights of any name and size are sent as exact differences to a
         reference.
         """
-        return self.block.weights.exactly_differ
+        return self.block.weights.sends_lossless_differences
 
     @cached_property
     def level_steps(self) -> tuple[int, ...]:

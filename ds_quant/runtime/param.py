@@ -209,11 +209,11 @@ class Param:
             return None
         key = None
         if rank is not None:
-            key = self._key(Role.WEIGHTS, hop.codec, rank, int(hop.inner))
+            key = self._key(Role.WEIGHTS, hop.codec, rank, int(hop.is_intra_codec))
         return HopCodec(
             hop.codec,
             key,
-            learned=not hop.inner,
+            learned=not hop.is_intra_codec,
             difference=hop.difference,
         )
 

@@ -72,7 +72,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
                 f"{path}: quantized_comm.node_size={block.node_size}: allowed here: "
                 f"--gpus, which is {cluster.node_size}; make them equal or leave node_size out"
             )
-    stock_reason = refusals.exact_gradient_reason(stage, lambda key: settings.zero.get(key, True))
+    stock_reason = refusals.stock_gradients_reason(stage, lambda key: settings.zero.get(key, True))
     plan = Plan(
         model=planned_model,
         dtype=dtype,

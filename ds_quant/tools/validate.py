@@ -79,7 +79,7 @@ def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     if arguments.json:
         return [_as_json(config)]
     zero = refusals.section(param_dict, "zero_optimization")
-    stock_reason = refusals.exact_gradient_reason(stage, lambda name: zero.get(name, True))
+    stock_reason = refusals.stock_gradients_reason(stage, lambda name: zero.get(name, True))
     verdict = f"{path}: valid"
     if arguments.env and environment.is_source(param_dict):
         verdict += f", block from {VARIABLE}"

@@ -67,7 +67,7 @@ def tune(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> dic
     """
     stage, device = engine.zero_optimization_stage(), accelerator.device()
     nodes, node_size = topology.nodes, topology.node_size
-    stock_gradients = muon.exact_gradient_reason(engine) is not None
+    stock_gradients = muon.stock_gradients_reason(engine) is not None
     groups: tuple[Any, ...] = (None,)  # the world
     if 1 < node_size < topology.world:
         groups = (None, *level_groups(topology))
@@ -81,7 +81,7 @@ def tune(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> dic
     work = _work(engine, stage)
     seconds: dict[str, float] = {}
     for name in choosing.tuned(choosing.Place(stage, nodes, node_size, config.allow_full_replica)):
-        candidate = config.picked(name)
+        candidate = config.with_scheme(name)
         if refusals.starts(candidate, stage=stage, world=topology.world, node_size=node_size):
             routes = Routes(
                 scheme=candidate.to_scheme(),
@@ -188,16 +188,16 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
         )
     notices: list[str] = []
     if config.scheme == AUTOTUNE and topology.world == 1:
-        config = config.picked("full_precision")
+        config = config.with_scheme("full_precision")
     elif config.scheme == AUTOTUNE:
         seconds = tune(engine, config, topology)
-        config = config.picked(autotune.choose(seconds))
+        config = config.with_scheme(autotune.choose(seconds))
         notices.append(autotune.reason(seconds))
     return Plugin(
         engine,
         config.to_scheme(),
         topology,
-        stock_gradients=muon.exact_gradient_reason(engine),
+        stock_gradients=muon.stock_gradients_reason(engine),
         gathers=predicted_gathers(engine) if stage == 3 else 1.0,
         notices=notices,
     )
@@ -306,7 +306,7 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
         if plugin.node_shard is not None and not plugin.scheme.lossless:
             plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
         if _reduces_gradients(plugin):
-            if plugin.routes.gradients().waits:
+            if plugin.routes.gradients().keeps_partial_sums:
                 _accumulate(plugin, optimizer, shard_hooks.shard_buckets(optimizer))
             _reduce_to_shards(plugin, optimizer)
             plugin.hooks.after_backward.append(plugin.after_backward)
@@ -369,14 +369,14 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
         optimizer_hooks.weight_gather(
             optimizer,
             replica.gather_updated,
-            keep_replica=plugin.scheme.block.weights.reference is not None,
+            keep_replica=plugin.scheme.block.weights.difference_key is not None,
         )
     )
     events.around_export.append(replica.exact)
     checkpoint.watch_reads(plugin)
     muon.attach(plugin, optimizer)
     if _reduces_gradients(plugin):
-        if plugin.routes.gradients().waits:
+        if plugin.routes.gradients().keeps_partial_sums:
             _accumulate(plugin, optimizer, optimizer_hooks.owner_buckets(optimizer))
         _reduce_to_owners(plugin, optimizer)
         events.after_backward.append(plugin.after_backward)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import all_gather
-from ds_quant.comm.small_tensors import SMALL_NUMEL, small_last
+from ds_quant.comm.small_tensors import SMALL_NUMEL, small_tensors_last
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.runtime.param import ABSENT, DECODED, EXACT, Param
 from ds_quant.zero import accelerator, sharded_params
@@ -157,7 +157,7 @@ class Fetch:
         bound_codecs = [
             self._bound_codec(param, hierarchy.rank, step, is_full_precision) for param in params
         ]
-        order = small_last([bound_codec.codec for bound_codec in bound_codecs])
+        order = small_tensors_last([bound_codec.codec for bound_codec in bound_codecs])
         params = [params[i] for i in order]
         bound_codecs = [bound_codecs[i] for i in order]
         tensors = [tensors[i] for i in order]

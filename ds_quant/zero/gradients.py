@@ -248,7 +248,7 @@ class GradientReducer:
             #    need no message: return the partial sums of earlier micro-steps.
             if store.only_zeros(layout.members):
                 store.pop(None, layout.members)
-                zeros = sums.room(device).zero_()
+                zeros = sums.new_sums(device).zero_()
                 return PendingSums(layout, None, zeros, store.pop_reduced(layout.members))
 
             # 3. Continue the partial sums of earlier micro-steps.
@@ -267,7 +267,7 @@ class GradientReducer:
             reduced = store.pop_reduced(layout.members)
 
         # 6. Reduce over all hops. The last hop starts from the partial sums, if there are any.
-        total = sums.room(device, torch.float32 if reduced else layout.dtype)
+        total = sums.new_sums(device, torch.float32 if reduced else layout.dtype)
         reduction = sums.begin(
             tensors,
             bound_codecs,
@@ -320,7 +320,7 @@ def _accumulate(
 
     def reduce_between_nodes() -> Iterator[tuple[Member, Tensor]]:
         intra_node.wait()
-        total = layout.sums.room(device)
+        total = layout.sums.new_sums(device)
         layout.sums.begin(None, bound_codecs, rotations, into=total, partial_sums=values).wait()
         for member in layout.members:
             if member not in layout.sum_ranges:  # another rank's

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.lossless_gather import LosslessGather, Post, joined, posts
-from ds_quant.comm.node_rows import ShardRows, copy_into_rows, rows_of
+from ds_quant.comm.node_rows import ShardRows, rows_on_device, update_rows
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
@@ -95,18 +95,18 @@ class NodeRows(NamedTuple):
             padding = item.rows.shape[1] - shard.numel()
             if padding:
                 new_rows.append(shard.new_zeros(padding))
-        return joined(new_rows), joined(rows_of(self.node_rows, self.node))
+        return joined(new_rows), joined(rows_on_device(self.node_rows, self.node))
 
     def reference(self) -> Tensor:
         """Return the old rows of all nodes, (nodes, elements), of all parameters end to end."""
-        return joined(rows_of(self.node_rows))
+        return joined(rows_on_device(self.node_rows))
 
     def update(self, rows: Tensor) -> None:
         """Store new values of the rows that ``reference`` has returned."""
         # A single parameter on the device was updated in place.
         if len(self.node_rows) > 1 or self.node_rows[0].device is not None:
             widths = [item.rows.shape[1] for item in self.node_rows]
-            copy_into_rows(self.node_rows, rows.split(widths, dim=1))
+            update_rows(self.node_rows, rows.split(widths, dim=1))
 
     def post(self, gathers: LosslessGather, index: int) -> Pending[None]:
         """Post the gather of message ``index``, which updates the rows of all nodes."""

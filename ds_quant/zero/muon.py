@@ -25,14 +25,14 @@ _AT_THE_BOUNDARY = "_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_
 _gathers = ExpectedCall("all_gather"), ExpectedCall("all_gather_into_tensor")
 
 
-def exact_gradient_reason(engine: Engine) -> str | None:
+def stock_gradients_reason(engine: Engine) -> str | None:
     """Return the setting that keeps gradients on DeepSpeed's own exact path, if there is one.
 
     With Muon, ZeRO-3 requires ``reduce_scatter: false``. From 0.19.8 on Muon does not need it,
     because it runs once per step, on accumulated shards.
     """
     zero = engine._config.zero_config
-    reason = refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
+    reason = refusals.stock_gradients_reason(int(zero.stage), partial(getattr, zero))
     if reason is None or zero.stage < 3 or not is_muon(engine.basic_optimizer):
         return reason
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Optimizer

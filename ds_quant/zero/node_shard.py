@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm.lossless_gather import Post, posts
-from ds_quant.comm.node_rows import Room, ShardRows, exchange, gather, rows_of
+from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather, rows_on_device
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
@@ -114,7 +114,7 @@ class NodeShard:
     def _allocate(self) -> None:
         """Allocate the rows, to be filled by the first gathers."""
         topology = self._plugin.topology
-        room = self._room(on_host=self._stays_on_host)
+        arena = self._new_arena(on_host=self._stays_on_host)
         for param in self.served:
             param.row_state = STALE
             param.node_rows = ShardRows.allocate(
@@ -123,12 +123,12 @@ class NodeShard:
                 node_size=topology.node_size,
                 local=self._rank % topology.node_size,
                 dtype=param.tensor.ds_tensor.dtype,
-                room=room,
+                arena=arena,
                 device=accelerator.device() if self._stays_on_host else None,
             )
 
-    def _room(self, *, on_host: bool, pin: bool = True) -> Room:
-        """Return room for all rows, on the device or the host."""
+    def _new_arena(self, *, on_host: bool, pin: bool = True) -> RowArena:
+        """Return an arena for all rows, on the device or the host."""
         shard_bytes = sum(param.tensor.ds_tensor.nbytes for param in self.served)
         device = torch.device("cpu") if on_host else accelerator.device()
 
@@ -136,7 +136,7 @@ class NodeShard:
             block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             return offload.pin(block) if on_host and pin else block
 
-        return Room(self._plugin.topology.nodes * shard_bytes, zeros)
+        return RowArena(self._plugin.topology.nodes * shard_bytes, zeros)
 
     def leave_device(self, *, pin: bool) -> None:
         """Move all rows to the host: see ``offload.follow_states``.
@@ -146,21 +146,21 @@ class NodeShard:
         self.finish()
         if not (self._stays_on_host or self._is_away):
             accelerator.synchronize()  # other streams may have written rows
-            self._move(self._room(on_host=True, pin=pin), away_from=accelerator.device())
+            self._move(self._new_arena(on_host=True, pin=pin), away_from=accelerator.device())
 
     def return_to_device(self) -> None:
         """Move all rows back: see ``offload.follow_states``."""
         self.finish()
         if self._is_away:
-            self._move(self._room(on_host=False), away_from=None)
+            self._move(self._new_arena(on_host=False), away_from=None)
             self._barrier.record()
 
-    def _move(self, room: Room, *, away_from: torch.device | None) -> None:
-        """Copy all rows into ``room``. away_from: device of the collectives, None to return."""
+    def _move(self, arena: RowArena, *, away_from: torch.device | None) -> None:
+        """Copy all rows into ``arena``. away_from: device of the collectives, None to return."""
         self._is_away = away_from is not None
         for param in self.served:
             old_rows = param.node_rows.rows
-            rows = room.zeros(*old_rows.shape, dtype=old_rows.dtype)
+            rows = arena.zeros(*old_rows.shape, dtype=old_rows.dtype)
             rows.copy_(old_rows, non_blocking=not self._is_away)
             param.node_rows = replace(param.node_rows, rows=rows, device=away_from)
 
@@ -188,7 +188,9 @@ class NodeShard:
         self.finish()
         # Stale rows are about to be filled. They are the same ones on all ranks.
         rows = (
-            rows_of([param.node_rows])[0] for param in self.served if param.row_state is not STALE
+            rows_on_device([param.node_rows])[0]
+            for param in self.served
+            if param.row_state is not STALE
         )
         yield self._rank % self._plugin.topology.node_size, rows
 

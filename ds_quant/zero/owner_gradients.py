@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import full_precision
 from ds_quant.comm.reduction_plan import Segment
-from ds_quant.comm.small_tensors import is_tight, small_together
+from ds_quant.comm.small_tensors import group_small_tensors, is_tight
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.dispatch import RngState
 from ds_quant.runtime.param import Param
@@ -190,7 +190,7 @@ class OwnerReduction(GradientReducer):
                 gradient_slice = GradientSlice((param, owner), codecs, segment)
                 is_small = is_tight(codecs.spec.codecs[-1])
                 slices.append((gradient_slice, owner if is_small else None))
-        return small_together(slices)
+        return group_small_tensors(slices)
 
     def _param_ranges(self, begin: int, end: int) -> Iterator[_ParamRange]:
         """Cut elements [begin, end) of the bucket at parameter borders."""

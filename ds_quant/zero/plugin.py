@@ -305,7 +305,7 @@ class Plugin:
         """The node shard, or the replica if differences are added to it; else None."""
         if self.node_shard is not None:
             return self.node_shard
-        if self.scheme.block.weights.reference:
+        if self.scheme.block.weights.difference_key:
             return self.replica
         return None
 

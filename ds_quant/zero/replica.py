@@ -28,7 +28,7 @@ from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.lossless_gather import MOST_NUMEL, Post
 from ds_quant.comm.message import GatherSlice, Message
-from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_together
+from ds_quant.comm.small_tensors import SMALL_NUMEL, group_small_tensors, is_tight
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.runtime import log
@@ -214,7 +214,7 @@ class Replica:
     ) -> Pending[None]:
         """Post the gather of ``window`` of the partitions."""
         # Without a reference the new weights are in the replica already.
-        has_reference = self._plugin.scheme.block.weights.reference is not None
+        has_reference = self._plugin.scheme.block.weights.difference_key is not None
         from_master = has_reference and not exact
         exact = exact or self._plugin.is_full_precision(step)
         weights, message = self._plan(group, hierarchy, window, exact, from_master)
@@ -275,13 +275,13 @@ class Replica:
                 stop - start,
                 index,
                 source=(1, start - window_start) if from_master else (0, start),
-                into=(0, start),
+                target=(0, start),
                 vector=VECTORS_PER_ELEMENT * (start - self._offsets[id(p)]),
-                differs=hop_codec.difference,
+                is_difference=hop_codec.difference,
             )
             slices.append((gather_slice, owner if is_tight(hop_codec.codec) else None))
         message = Message(
-            small_together(slices),
+            group_small_tensors(slices),
             rank=hierarchy.rank,
             ranks=hierarchy.size,
             node_size=hierarchy.node_size,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_quant.comm.reduction_plan import shards_of
-from ds_quant.comm.small_tensors import is_tight, small_last
+from ds_quant.comm.small_tensors import is_tight, small_tensors_last
 from ds_quant.comm.transport import Communicator
 from ds_quant.runtime.param import Param
 from ds_quant.zero.gradients import GradientReducer, GradientSlice, PendingSums, note_finite
@@ -82,7 +82,7 @@ class ShardReduction(GradientReducer):
         is_plain = len(route) == 1 and not route[0].full_precision_own and not is_rotated
         last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
         slices = []
-        for index in small_last(last_codecs):
+        for index in small_tensors_last(last_codecs):
             shards = shards_of(
                 index,
                 numels[index],
@@ -127,7 +127,7 @@ class ShardBucket:
         dtypes = {shard.dtype for shard in self.shards}
         if dtypes != {total.dtype} and len(dtypes) == 1:
             (dtype,) = dtypes
-            total = layout.sums.room(total.device, dtype).copy_(total)
+            total = layout.sums.new_sums(total.device, dtype).copy_(total)
         views = layout.shards(total)
         return [view.to(shard.dtype) for view, shard in zip(views, self.shards, strict=True)]
 

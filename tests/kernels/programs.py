@@ -177,8 +177,8 @@ def carry_out(
     else:
         codec, own = op.source if isinstance(op, Recode) else op.codec, buffers[OWN][places[2] :]
         rows = [read(codec, op.on_wire, source) for source in range(op.sources)]
-        if op.place is not None:
-            rows.insert(op.place, own[: op.on_wire].numpy())
+        if op.own_row is not None:
+            rows.insert(op.own_row, own[: op.on_wire].numpy())
         if flips == OWN_SIGNS:
             rows = [oracle.unrotate(r, block, block) * signs(len(r), k) for k, r in enumerate(rows)]
         total = rows[0].copy()

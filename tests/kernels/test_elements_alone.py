@@ -45,7 +45,7 @@ def test_no_shard_goes_element_by_element(shim, cuda_kernels, ranks: int) -> Non
         wire = torch.zeros(codec.wire_bytes(round_up(numel, 32)), dtype=torch.uint8)
         buffers = [values, wire, base, out, numbers]
         encode = Encode(codec, numel, 0, 1, 0)
-        how = {"sources": 1, "stride": 0, "place": 1, "own": 4}
+        how = {"sources": 1, "stride": 0, "own_row": 1, "own": 4}
         found = {
             "encode": [(encode, (skew, 0, 0))],
             "decode": [(Decode(codec, numel, 1, 3, 0), (0, skew))],

@@ -131,7 +131,14 @@ def test_values_are_those_of_the_page(all_kernels, total: Total) -> None:
     codec, sources, has_own, block, flips = total
     place = codec.bits % sources if has_own else None
     scale = 1.0 if sources in (2, 4) and not block else 1 / sources
-    how = {"block": block, "flips": flips, "place": place, "own": OWN, "scale": scale, "stride": 0}
+    how = {
+        "block": block,
+        "flips": flips,
+        "own_row": place,
+        "own": OWN,
+        "scale": scale,
+        "stride": 0,
+    }
     found = []
     for stream, numel in enumerate(sizes(codec, block)):
         found.append(Sum(codec, numel, ARRIVED, OUT, stream, sources - has_own, **how))
@@ -259,7 +266,7 @@ def codecs_in(block: int) -> tuple[Codec, ...]:
 def test_many_codecs_and_sizes(kernels, place, dtype, block: int, flips: int, scale: float) -> None:
     """Every second codec encodes differences, and adds what it decodes."""
     codecs, found = codecs_in(block), []
-    how = {"sources": 2, "stride": 0, "place": place, "own": OWN, "block": block, "flips": flips}
+    how = {"sources": 2, "stride": 0, "own_row": place, "own": OWN, "block": block, "flips": flips}
     for stream, codec in enumerate(codecs):
         differs = stream % 2 == 1 and not block and isinstance(codec, GroupCodec)
         for numel in NUMELS:
@@ -310,7 +317,7 @@ def test_values_that_stay_are_made_beside_encoded_ones(
 def test_sums_that_stay_are_made_beside_recoded_ones(all_kernels, codec: Codec, place) -> None:
     found, source = [], CAST_BF16 if codec is CAST_BF16 else INT8
     for size in (128, 640, 640, 4096):
-        how = {"wire_in": ARRIVED, "stream": 0, "sources": 3, "stride": 0, "place": place}
+        how = {"wire_in": ARRIVED, "stream": 0, "sources": 3, "stride": 0, "own_row": place}
         found.append(Recode(source, codec, size, wire=WIRE, own=OWN, **how))
         stays = Sum(source, size, values=SUMS, own=OWN, fuse_with=codec, **how)
         found += [stays, stays._replace(numel=size - 5), stays._replace(fuse_with=None, scale=0.5)]
@@ -380,7 +387,7 @@ def test_whole_blocks_are_encoded_without_checks_of_ends(all_kernels, codec: Gro
 
 @pytest.mark.parametrize("codec", DECODERS[::7], ids=id_of)
 def test_whole_blocks_are_decoded_without_checks_of_ends(all_kernels, codec: GroupCodec) -> None:
-    numel, how = 1 << 15, {"sources": 8, "stride": 0, "place": None, "own": OWN}
+    numel, how = 1 << 15, {"sources": 8, "stride": 0, "own_row": None, "own": OWN}
     found = [Decode(codec, numel, ARRIVED, OUT, 0)] * 2
     found.append(Sum(codec, numel, ARRIVED, SUMS, 0, scale=0.125, **how))
     if codec.levels != "learned":
@@ -396,7 +403,7 @@ def test_every_way_of_storing_writes_the_same_values(cuda_kernels, nothing_left,
     ones.
     """
     codec, coarse, fine = GroupCodec(bits=4, group_size=64), absmax(8, 2048), absmax(8, 128)
-    how = {"place": None, "own": OWN, "scale": 0.5, "sources": 3, "stride": 0}
+    how = {"own_row": None, "own": OWN, "scale": 0.5, "sources": 3, "stride": 0}
     decodes = [Decode(codec, numel, ARRIVED, OUT, 0, True) for numel in (*NUMELS, 7)]
     with storing(stores):
         check(cuda_kernels, Program(decodes), streams_of([codec]))

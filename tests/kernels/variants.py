@@ -39,16 +39,18 @@ def decode(codec: GroupCodec, numel: int = _WHOLE, *, add: bool = False) -> Deco
 
 
 def add_up(
-    codec: GroupCodec, sources: int, numel: int = _WHOLE, *, values=SUMS, place=None, **how: Any
+    codec: GroupCodec, sources: int, numel: int = _WHOLE, *, values=SUMS, own_row=None, **how: Any
 ) -> Sum:
     """place: of values that do not travel."""
-    there = sources - (place is not None)
-    return Sum(codec, numel, ARRIVED, values, 0, there, 0, place, OWN, **how)
+    there = sources - (own_row is not None)
+    return Sum(codec, numel, ARRIVED, values, 0, there, 0, own_row, OWN, **how)
 
 
-def recode(source: GroupCodec, codec: GroupCodec, sources: int, numel=_WHOLE, place=None) -> Recode:
-    there = sources - (place is not None)
-    return Recode(source, codec, numel, ARRIVED, WIRE, 0, there, 0, place, OWN)
+def recode(
+    source: GroupCodec, codec: GroupCodec, sources: int, numel=_WHOLE, own_row=None
+) -> Recode:
+    there = sources - (own_row is not None)
+    return Recode(source, codec, numel, ARRIVED, WIRE, 0, there, 0, own_row, OWN)
 
 
 def stored(stores: Stores, operation: Operation) -> Launch:
@@ -110,7 +112,7 @@ def others() -> dict[str, Launch]:
         if codec.rounding == "nearest":
             dtype = DTYPES[codec.bits % 3]
             found[f"decode {codec.name}"] = launch_of(decode(codec, _RAGGED), dtype)
-    own = {"place": 0}
+    own = {"own_row": 0}
     operations: dict[str, Operation] = {}
     for codec in GAUSSIAN:
         turned = encode(codec, _RAGGED, **_FLIPPED)
@@ -122,7 +124,7 @@ def others() -> dict[str, Launch]:
             f"decode_sum 3 x {codec.name}, own row, own signs": add_up(
                 codec, 3, _RAGGED, **own, **_OWN_SIGNS
             ),
-            f"recode 3 x {codec.name}, own row": recode(codec, codec, 3, _WHOLE + 128, place=0),
+            f"recode 3 x {codec.name}, own row": recode(codec, codec, 3, _WHOLE + 128, own_row=0),
         }
     wide, large = GroupCodec(bits=7, group_size=8192, rounding="stochastic"), absmax(8, 2048)
     narrow, odd = GroupCodec(bits=5, group_size=1024), GroupCodec(
@@ -132,7 +134,9 @@ def others() -> dict[str, Launch]:
         "encode Hadamard-128 with signs int8 g2048": encode(large, _RAGGED, **_FLIPPED),
         "decode_sum 17 x int7 minmax, own row": add_up(wide, 17, **own, scale=0.5),
         "decode_sum 3 x int8 Hadamard-128 with signs": add_up(large, 3, _RAGGED, **_FLIPPED),
-        "recode 9 x int5 -> int3 minmax, own row, ragged": recode(narrow, odd, 9, _RAGGED, place=0),
+        "recode 9 x int5 -> int3 minmax, own row, ragged": recode(
+            narrow, odd, 9, _RAGGED, own_row=0
+        ),
     }
     found |= {name: launch_of(operation) for name, operation in operations.items()}
     turned = encode(GroupCodec(bits=5, group_size=64), _RAGGED, block=64, base=BASE)

@@ -58,7 +58,7 @@ def test_what_is_advised_starts_and_is_among_the_schemes_that_a_user_meets(place
         block = parse_block({"scheme": name})
         where = {"world": place.nodes * place.node_size, "node_size": place.node_size}
         assert starts(block, stage=place.stage, **where)
-        assert (name in tuned(place)) == (not block.weights.exactly_differ)
+        assert (name in tuned(place)) == (not block.weights.sends_lossless_differences)
     assert "full_precision" in tuned(place)
 
 

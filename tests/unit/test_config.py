@@ -244,7 +244,7 @@ def test_autotune_keeps_what_was_written_for_the_scheme_that_it_picks() -> None:
     written = {"exclude": ["a"], "fallback": {"on_nonfinite": "raise"}, "seed": 3}
     tuned = parse_block({"scheme": "autotune", **written})
     for name in ("full_precision", "sdp4bit"):
-        assert tuned.picked(name) == parse_block({"scheme": name, **written})
+        assert tuned.with_scheme(name) == parse_block({"scheme": name, **written})
     with pytest.raises(ConfigError, match="before links are measured"):
         tuned.to_scheme()
 

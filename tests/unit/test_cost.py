@@ -98,7 +98,7 @@ def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
     assert ours.crosses_once and ours.partial_sums == pytest.approx(alone.partial_sums * 2 / 3)
     assert ours.kept == {"Muon gradients on several ranks": 1}
     own = 3 * 2 * 2 + 8  # bytes per element of a matrix
-    assert ours.exact_bytes(2, 3) * 3 == own
+    assert ours.stock_volume_of_step(2, 3) * 3 == own
     received = [costs.received(2, micro_steps=3)["gradients"] for costs in (ours, alone)]
     for link in ("intra", "inter"):  # every second rank of the ring hears from the other node
         assert received[0][link] - received[1][link] == pytest.approx(98304 * own * 3 / 4 / 2)

@@ -14,7 +14,7 @@ import torch
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.message import GatherSlice, Message, all_gather
-from ds_quant.comm.node_rows import Room, ShardRows, exchange, gather
+from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from tests.codecs import codecs, format_of
@@ -172,7 +172,7 @@ def test_nothing_to_send_starts_no_collective() -> None:
 def test_part_of_the_world_is_counted_by_node(node_size: int, reach: str) -> None:
     """Ranks 0 and 3."""
     world = World(4 // node_size, node_size)
-    made = [world.link([0, 3], place) for place in range(2)]
+    made = [world.communicator([0, 3], place) for place in range(2)]
     arriving = [link.all_gather(torch.zeros(48).byte(), role="weights") for link in made]
     for link, pending in zip(made, arriving, strict=True):
         assert len(pending.wait()) == 96
@@ -198,7 +198,7 @@ def keep(rank: SimulatedRank, numels: Sequence[int]) -> list[list[torch.Tensor]]
     topology, hierarchy = rank.topology, rank.hierarchy(None)
     where = {"nodes": topology.nodes, "node_size": topology.node_size,
              "local": rank.number % topology.node_size, "dtype": BF16,
-             "room": Room(1 << 14, partial(torch.zeros, dtype=torch.uint8))}  # fmt: skip
+             "arena": RowArena(1 << 14, partial(torch.zeros, dtype=torch.uint8))}  # fmt: skip
     kept, seen = [ShardRows.allocate(numel, **where) for numel in numels], []
     for step in range(ROUNDS):
         shards = [shard(weights(i, n, BF16, step), topology.world, rank.number)

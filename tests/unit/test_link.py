@@ -41,10 +41,10 @@ class Device:
         self.now, self.waited = "posting", []
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
         work = types.SimpleNamespace(wait=lambda: self.waited.append(self.now))
-        self.link = World(1, 2).link([0, 1], 0)
-        self.link.empty = lambda numel, device: DeviceBytes()
+        self.communicator = World(1, 2).communicator([0, 1], 0)
+        self.communicator.empty = lambda numel, device: DeviceBytes()
         collective = lambda *args, **options: work  # noqa: E731
-        self.link._dist = types.SimpleNamespace(
+        self.communicator._dist = types.SimpleNamespace(
             all_gather_into_tensor=collective, all_to_all_single=collective
         )
 
@@ -57,8 +57,8 @@ class Device:
 
     def _post(self, collective: str, payload: DeviceBytes) -> Pending[DeviceBytes]:
         if collective == "all_gather":
-            return self.link.all_gather(payload, role="weights")
-        return self.link.all_to_all(payload, sent=[4, 4], received=[4, 4], role="weights")
+            return self.communicator.all_gather(payload, role="weights")
+        return self.communicator.all_to_all(payload, sent=[4, 4], received=[4, 4], role="weights")
 
 
 @pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
@@ -72,7 +72,7 @@ def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch
 @pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
 def test_messages_between_peers_are_awaited_sent_ones_too(collective: str, monkeypatch) -> None:
     """gloo on the CPU; three ranks that send the same."""
-    link, payload, posted = World(1, 3).link([0, 1, 2], 1), torch.arange(32).byte(), []
+    link, payload, posted = World(1, 3).communicator([0, 1, 2], 1), torch.arange(32).byte(), []
     link.is_gloo = True
 
     def receive(message: torch.Tensor, peer: int, *, group: object) -> LateMessage:
@@ -97,7 +97,7 @@ def test_messages_between_peers_are_awaited_sent_ones_too(collective: str, monke
 
 def test_peers_are_named_by_their_global_rank(monkeypatch) -> None:
     """Of a group of the global ranks 1 and 3: one whose message was changed, one that has died."""
-    link = World(4, 1).link([1, 3], 0)
+    link = World(4, 1).communicator([1, 3], 0)
     sealed = torch.cat([seal(torch.zeros(32).byte(), [32], sender=r) for r in range(2)])
     sealed[-20] ^= 1
     link._open([32, 32], "weights", sealed)

@@ -10,7 +10,7 @@ import torch
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.message import GatherSlice, Message
-from ds_quant.comm.node_rows import Room
+from ds_quant.comm.node_rows import RowArena
 from tests.world import SimulatedRank, World
 
 LARGE = CastCodec(torch.bfloat16)
@@ -45,7 +45,7 @@ def sent(
 
 
 def test_exact_values_that_lie_end_to_end_are_sent_from_there() -> None:
-    room = Room(1 << 10, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    room = RowArena(1 << 10, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
     cut = [room.zeros(2, 4, dtype=BF16), room.zeros(12, dtype=FP32)]
     mixed = [BLOCK[:16], BLOCK[16:32].view(FP32)]
     for values in (WHOLE, WHOLE[1:2], [tensor.view(-1) for tensor in cut[:1]], BLOCK.split(32)):
@@ -90,7 +90,8 @@ def test_a_sample_measures_the_weights_whether_differences_are_sent(
     """``coded``: the scheme has differences, which are sent where a reference is kept."""
     codec, wanted = GroupCodec(bits=8, group_size=32, range="absmax"), torch.linspace(1, 2, 64)
     parts = [
-        GatherSlice(rank, codec, 64, 0, (1, 0), (0, 64 * rank), differs=sent) for rank in range(2)
+        GatherSlice(rank, codec, 64, 0, (1, 0), (0, 64 * rank), is_difference=sent)
+        for rank in range(2)
     ]
 
     def measured(rank: SimulatedRank) -> list[float]:

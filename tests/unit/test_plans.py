@@ -87,7 +87,7 @@ def gather_plans(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 # What a plan follows from, each with another value.
 BUCKET = {
     "param": (ALPHA, BETA), "dtype": (BF16, FP32), "exact": (False, True),
-    "link": (WORLD.link([0, 1, 2], 0), WORLD.link([0, 1], 0)),
+    "link": (WORLD.communicator([0, 1, 2], 0), WORLD.communicator([0, 1], 0)),
 }  # fmt: skip
 OWNERS = {"range": (slice(64), slice(32)), "owner": (1, 2), "divisor": (2.0, 1.0)}
 WINDOW = {

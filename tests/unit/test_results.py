@@ -15,7 +15,7 @@ import yaml
 
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
-from ds_quant.policy.model import block_cargo
+from ds_quant.policy.model import block_param_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
@@ -86,7 +86,7 @@ def test_bytes_speed_ups_and_losses_in_the_table_of_results() -> None:
         scheme = name.strip("`")
         comm_volume = cost.comm_volume(
             parse_block({"scheme": scheme}).to_scheme(), 3,
-            block_cargo(4096, dtype=torch.bfloat16), ranks=16, node_size=8,
+            block_param_specs(4096, dtype=torch.bfloat16), ranks=16, node_size=8,
             gradient_dtype=torch.bfloat16,
         )  # fmt: skip
         nbytes = [f"{comm_volume.step_bytes(3, micro_steps=k):.2f}" for k in (1, 8)]

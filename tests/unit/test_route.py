@@ -163,7 +163,7 @@ def test_hops_are_those_of_the_table(row: str) -> None:
             route = found.weights(**{"dtype": BF16, **facts})
         else:
             route = found.gradients(**facts)
-            assert route.waits == ("micro_step" in expected and "/step" in expected)
+            assert route.keeps_partial_sums == ("micro_step" in expected and "/step" in expected)
         assert ", ".join(written(hop, found.scheme) for hop in route.hops) == expected
 
 

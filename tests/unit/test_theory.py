@@ -128,7 +128,7 @@ def sum_of(x: torch.Tensor, bits: int, step: int) -> torch.Tensor:
         for node in range(nodes)
     ]
     add = Sum(
-        codec, numel, wire_in=1, values=2, stream=0, sources=nodes, stride=row, place=None,
+        codec, numel, wire_in=1, values=2, stream=0, sources=nodes, stride=row, own_row=None,
         own=2, block=block, flips=OWN_SIGNS,
     )  # fmt: skip
     for tasks in (sends, [(add, (0, 0, 0))]):

@@ -220,15 +220,13 @@ def refuse_full_replica(
         scheme = '"full_precision"'
     else:
         scheme = '"full_precision"; "lossless" under stage 2 is exact, too'
-    ways_out = f"set {KEY}.allow_full_replica to true to accept that, "
+    front, way_out = "ZeRO-3", "use zero_optimization.stage 2 (which keeps that copy anyway), or "
     if fsdp2:
-        ways_out += "or use "
-    else:
-        ways_out += "use zero_optimization.stage 2 (which keeps that copy anyway), or "
+        front, way_out = "FSDP2", "or use "
     raise ConfigError(
-        f"{KEY}.{setting}=true with one rank per node: under {'FSDP2' if fsdp2 else 'ZeRO-3'} the "
-        f"node shard is a full copy of the weights{memory} on every rank; {ways_out}"
-        f"a scheme without a node shard such as {scheme}"
+        f"{KEY}.{setting}=true with one rank per node: under {front} the node shard is a full "
+        f"copy of the weights{memory} on every rank; set {KEY}.allow_full_replica to true to "
+        f"accept that, {way_out}a scheme without a node shard such as {scheme}"
     )
 
 

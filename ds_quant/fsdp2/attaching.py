@@ -22,6 +22,7 @@ from ds_quant.config.errors import KEY, ConfigError
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.fsdp2.front import STAGE, Front
+from ds_quant.fsdp2.notices import weights_in_full
 from ds_quant.fsdp2.report import figures, start_line
 from ds_quant.fsdp2.sharded_module import shard_group
 from ds_quant.fsdp2.telemetry import Telemetry
@@ -90,7 +91,7 @@ def attach(
         topology = Topology(world=world, node_size=config.node_size or node_size)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     refusals.refuse_full_replica(
-        config, world=world, node_size=topology.node_size, model_bytes=model_bytes
+        config, world=world, node_size=topology.node_size, model_bytes=model_bytes, fsdp2=True
     )
     groups = _level_groups(topology, device) if 1 < topology.node_size < world else ()
     process_groups = [None if has_replicas else group, *groups]
@@ -104,6 +105,7 @@ def attach(
         )
     if world > 1:
         front.connect()
+        front.notices += weights_in_full(front)
         _follow(front, optimizer)
         if config.metrics.file is not None and config.metrics.interval and rank == 0:
             front.telemetry = Telemetry(front, config.metrics)
@@ -160,25 +162,10 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
     """
     ranks = dist.get_process_group_ranks(group)
     has_replicas = len(ranks) < world
-    problems = refused_settings(config, has_replicas=has_replicas)
-    if has_replicas:
-        problems += _problems_of_replicas(config, ranks, world)
-    if problems:
-        raise ConfigError(*problems)
-    config.validate_stage(STAGE)
-
-
-def refused_settings(config: QuantizedCommConfig, *, has_replicas: bool = False) -> list[str]:
-    """Return a sentence per setting of a block that this front does not serve."""
     problems = []
     if config.scheme == AUTOTUNE:
         problems.append(
             f'{KEY}.scheme="{AUTOTUNE}": allowed under FSDP2: a preset, see docs/choosing.md'
-        )
-    elif config.weights.sends_lossless_differences and not has_replicas:
-        problems.append(
-            f"{KEY}.weights.lossless=true: allowed under FSDP2: false; "
-            '"hybrid" is the scheme with exact weights there'
         )
     if config.weights.enabled and config.weights.levels == "learned":
         problems.append(f'{KEY}.weights.levels="learned": allowed under FSDP2: "uniform"')
@@ -187,7 +174,11 @@ def refused_settings(config: QuantizedCommConfig, *, has_replicas: bool = False)
             f'{KEY}.fallback.on_nonfinite="{config.fallback.on_nonfinite}": allowed under FSDP2: '
             '"skip"; clip_grad_norm_ with error_if_nonfinite=True ends such a run'
         )
-    return problems
+    if has_replicas:
+        problems += _problems_of_replicas(config, ranks, world)
+    if problems:
+        raise ConfigError(*problems)
+    config.validate_stage(STAGE)
 
 
 def _problems_of_replicas(

@@ -23,7 +23,7 @@ from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
-from ds_quant.fsdp2.node_shard import NodeShard
+from ds_quant.fsdp2.node_shard import NodeShard, exchange
 from ds_quant.fsdp2.sharded_module import root_state, sharded_modules
 from ds_quant.fsdp2.telemetry import Telemetry
 from ds_quant.fsdp2.weights import QuantizedAllGather
@@ -165,7 +165,7 @@ class Front:
                 "called it, before the last backward of a step, in which every module needs a "
                 'gradient; or set quantized_comm.gradients.cross="micro_step"'
             )
-        if self.scheme.block.payload_checksum:
+        if self.scheme.block.payload_checksum or self.scheme.lossless:
             self._check_messages()
 
     def after_step(self, *_: Any) -> None:
@@ -174,8 +174,8 @@ class Front:
         self.micro_steps = max([1, *(reduction.backwards for reduction in self.reductions)])
         for reduction in self.reductions:
             reduction.after_step()
-        for node_shard in self.node_shards:
-            node_shard.after_step()
+        if self.node_shards:
+            exchange(self, self.node_shards)
         self._compare_copies()
         if self.telemetry is not None:
             self.telemetry.after_step()
@@ -341,7 +341,13 @@ class Front:
         torch.distributed.broadcast_object_list(errors, src=receiver)
         error = errors[0]
         assert error is not None, "the receiver has voted for it"
-        raise end_of_run(error, receiver=receiver, step=self.step, sealed=True, lossless=False)
+        raise end_of_run(
+            error,
+            receiver=receiver,
+            step=self.step,
+            sealed=self.scheme.block.payload_checksum,
+            lossless=self.scheme.lossless,
+        )
 
 
 def _records(model: nn.Module, routes: Routes) -> dict[int, Param]:

@@ -168,13 +168,6 @@ class Plan:
             slicing=_GPU_SLICING,
         )
 
-    def refusal(self, block: QuantizedCommConfig) -> str:
-        """Return the reason why start-up refuses a block, or ""."""
-        node_size = self.cluster.node_size
-        if starts(block, stage=self.stage, world=self.ranks, node_size=node_size):
-            return ""
-        return "start-up refuses it: needs allow_full_replica"
-
     def other_rows(self, full_precision: CommVolume) -> list[Row]:
         """Return rows of other ways to train without the plugin.
 
@@ -345,9 +338,9 @@ def _compared(row: Row, stock: Row) -> Row:
 
 def _objection(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     """Return the reason why start-up refuses a scheme or another one is advised, or ""."""
-    refusal = plan.refusal(block)
-    if refusal:
-        return refusal
+    node_size = plan.cluster.node_size
+    if not starts(block, stage=plan.stage, world=plan.ranks, node_size=node_size):
+        return "start-up refuses it: needs allow_full_replica"
     group = group_of(name)
     if group == RESEARCH:
         return group

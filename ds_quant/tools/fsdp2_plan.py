@@ -1,4 +1,4 @@
-"""A plan under FSDP2: its memory, HSDP beside it, and the blocks that its front refuses.
+"""A plan under FSDP2: its memory, and HSDP beside it.
 
 [Note: FSDP2 in a plan] Every block of the model is wrapped and gathered for forward and again for
 backward. Shards are fp32 with mixed precision, which takes as many bytes as the 16-bit weights,
@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ds_quant.config.errors import KEY
-from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy import memory
 from ds_quant.policy.autotune import WORTH_IT
@@ -67,15 +65,6 @@ class Fsdp2Plan(Plan):
         return replace(
             super().sizes, largest=numel, bucket=numel, prefetch=numel, exchanged_at_once=True
         )
-
-    def refusal(self, block: QuantizedCommConfig) -> str:
-        """Return the reason why start-up refuses a block, or ""."""
-        from ds_quant.fsdp2.attaching import refused_settings  # loads torch's FSDP2: a second
-
-        for problem in refused_settings(block):
-            setting = problem.removeprefix(f"{KEY}.").partition(":")[0]
-            return f"start-up refuses {setting}"
-        return super().refusal(block)
 
     def other_rows(self, full_precision: CommVolume) -> list[Row]:
         """Return the row of HSDP: sharded inside the nodes, replicated between them.

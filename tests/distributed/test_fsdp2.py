@@ -308,7 +308,11 @@ def test_a_saved_model_is_loaded_on_fewer_ranks_without_the_plugin(tmp_path: Pat
     ("block", "message"),
     [
         ({"scheme": "autotune"}, 'scheme="autotune": allowed under FSDP2'),
-        ({"scheme": "lossless"}, "weights.lossless=true: allowed under FSDP2"),
+        (
+            {"scheme": "qsdp", "weights": {"levels": "learned", "rounding": "nearest"}},
+            'weights.levels="learned": allowed under FSDP2: "uniform"',
+        ),
+        ({"gradients": {"levels": "learned"}}, 'gradients.levels="learned": not supported'),
         ({"fallback": {"on_nonfinite": "raise"}}, "fallback.on_nonfinite"),
         ({"schem": "qsdp"}, "schem"),
     ],

@@ -105,12 +105,14 @@ def check_fsdp2(scheme: str, zero: Budget) -> None:
     """Compare a Llama layer under FSDP2 with the same layer under ZeRO-3.
 
     Nodes that keep weights exchange 16-bit copies of the masters. FSDP2 has no such copies: one
-    more kernel casts all of a module. DeepSpeed casts its own after every optimizer step.
+    more kernel casts all of a module, which is not compared. DeepSpeed casts its own after every
+    optimizer step.
     """
     counts = measure_fsdp2(llama_layer(scheme))
-    casts = counts.get("torch", 0)
-    assert casts <= 1
-    check(Budget(counts["calls"], counts["launches"], counts["messages"]), zero)
+    others = counts.get("torch", 0)
+    casts = min(1, others)
+    kernels = counts["launches"] + others - casts
+    check(Budget(counts["calls"], kernels, counts["messages"]), zero)
 
 
 @pytest.mark.parametrize("scheme", QUICK)

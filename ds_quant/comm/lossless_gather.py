@@ -19,10 +19,10 @@ hang, and reading the status of every message would wait for the device each tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -192,6 +192,47 @@ class LosslessGather:
             return rows
 
         return Pending(decoded)
+
+
+Post = Callable[[], Pending[Any]]  # posts a gather
+
+
+class Source(Protocol):
+    """Weights of one message."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that one rank sends."""
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's new values, and the old ones that all receivers hold."""
+
+    def post(self, gathers: LosslessGather, index: int) -> Pending[Any]:
+        """Post the gather of message ``index``, which updates the weights."""
+
+
+def posts(
+    sources: Sequence[Source],
+    communicator: Communicator,
+    transport: Communicator | HierarchicalCommunicator,
+    *,
+    device: torch.device,
+    traffic: Traffic,
+) -> Iterator[Post]:
+    """Yield per message a function that posts its gather, which updates the weights.
+
+    All messages are encoded, and their lengths exchanged, before the first one is yielded.
+    Arguments are those of ``LosslessGather``.
+    """
+    messages = [LosslessMessage(source.numel, source.values) for source in sources]
+    gathers = LosslessGather(messages, communicator, transport, device=device, traffic=traffic)
+    for index, source in enumerate(sources):
+        yield partial(source.post, gathers, index)
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows of one dtype. A single row is returned without a copy."""
+    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=-1)
 
 
 def _batches(numels: Sequence[int]) -> list[range]:

@@ -218,6 +218,7 @@ class GradientSums:
     specs: of every gradient.
     communicator: the whole group.
     scale: factor of the sums.
+    in_place: True if the sums lie at ``total`` of the slices, in a buffer of the caller's.
 
     own: by index in ``shares``, the first element of the sum of each one that this rank owns.
     """
@@ -231,13 +232,14 @@ class GradientSums:
         scale: float,
         *,
         balanced: bool = False,
+        in_place: bool = False,
     ) -> None:
         self._communicator = communicator
         self._numel = 0
         self.own: dict[int, int] = {}
         for index, share in enumerate(shares):
             if share.reducer == communicator.rank:
-                self.own[index] = self._new_offset(share.numel)
+                self.own[index] = share.total if in_place else self._new_offset(share.numel)
         if balanced:
             pieces = list(_balanced_pieces(shares, specs, hops, communicator.size))
         else:
@@ -279,7 +281,9 @@ class GradientSums:
         into: Tensor,
         partial_sums: Tensor | None = None,
     ) -> Reduction:
-        """Begin to fill ``into``, of ``new_sums``: the sums of this rank lie at ``own``.
+        """Begin to fill ``into``: the sums of this rank lie at ``own``.
+
+        into: the buffer of the caller with ``in_place``, else one that ``new_sums`` allocates.
 
         Other arguments are those of ``Reduction``.
         """

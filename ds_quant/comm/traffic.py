@@ -9,7 +9,7 @@ traffic  counters of all steps
 is decoded, nothing waits for the device.
 
 [Note: sections] Times are exclusive of nested sections. The clock must synchronize the device, see
-``zero.telemetry``. A kernel that decodes, sums and encodes at once counts as encoding.
+``runtime.telemetry``. A kernel that decodes, sums and encodes at once counts as encoding.
 
 [Note: read back] To measure the error, ``CHECKED`` bytes of messages per role, link and sample are
 decoded again, in whole pieces, at least one piece. The window of these bytes moves from sample to

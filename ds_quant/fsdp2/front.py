@@ -23,12 +23,17 @@ from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
-from ds_quant.fsdp2.node_shard import NodeShard
+from ds_quant.fsdp2.node_shard import NodeShard, exchange
 from ds_quant.fsdp2.sharded_module import root_state, sharded_modules
+from ds_quant.fsdp2.telemetry import Telemetry
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
+from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
+from ds_quant.runtime import log
+from ds_quant.runtime.copies import brought_back, differing_ranks, replicas_differ
+from ds_quant.runtime.figures import in_full_precision
 from ds_quant.runtime.message_error import end_of_run
 from ds_quant.runtime.param import Param
 
@@ -49,14 +54,21 @@ class Front:
         topology: Topology,
         process_groups: Sequence[Any],
         device: torch.device,
+        *,
+        has_replicas: bool = False,
     ) -> None:
         # - What is sent, and where
         self.model = model
         self.scheme = scheme
         self.topology = topology
         self.device = device
+        self.replicas = topology.nodes if has_replicas else 1
         self.routes = Routes(
-            scheme=scheme, stage=STAGE, nodes=topology.nodes, node_size=topology.node_size
+            scheme=scheme,
+            stage=STAGE,
+            nodes=topology.nodes,
+            node_size=topology.node_size,
+            replicas=has_replicas,
         )
 
         # - Communicators
@@ -65,6 +77,10 @@ class Front:
         self.buffers = Buffers()
         communicators = [self._communicator(group) for group in process_groups]
         self.hierarchy = HierarchicalCommunicator(*communicators)
+        # The ranks among which a parameter is sharded.
+        self.shards = self.hierarchy
+        if has_replicas:
+            self.shards = HierarchicalCommunicator(communicators[1])
         self.route = self._route()
         self._gradient_sums: dict[
             tuple[tuple[Segment, ...], tuple[GradientSpec, ...], float], GradientSums
@@ -72,13 +88,15 @@ class Front:
 
         # - State between steps
         self.step = 0
+        self.micro_steps = 1  # backwards of the last optimizer step
         self.notices: list[str] = []
         self.line = ""
+        self.telemetry: Telemetry | None = None
         self._root = root_state(model)
 
         # - Parameters and collectives
         self.params = _records(model, self.routes)
-        self.sharded_modules = sharded_modules(model, self.params, self.hierarchy.size)
+        self.sharded_modules = sharded_modules(model, self.params, self.shards.size)
         self.node_shards: list[NodeShard] = []
         self.reductions: list[QuantizedReduceScatter] = []
 
@@ -89,6 +107,7 @@ class Front:
             if self.routes.keeps_shard:
                 node_shard = NodeShard(self, sharded)
                 self.node_shards.append(node_shard)
+            sharded.reduce_between_nodes()
             reduction = QuantizedReduceScatter(self, sharded)
             self.reductions.append(reduction)
             sharded.module.set_custom_all_gather(QuantizedAllGather(self, sharded, node_shard))
@@ -101,7 +120,12 @@ class Front:
         key = segments, specs, scale
         if key not in self._gradient_sums:
             self._gradient_sums[key] = GradientSums(
-                segments, specs, self.route, self.hierarchy.flat, scale
+                segments,
+                specs,
+                self.route,
+                self.hierarchy.flat,
+                scale,
+                in_place=self.replicas == 1,
             )
         return self._gradient_sums[key]
 
@@ -137,20 +161,24 @@ class Front:
             raise RuntimeError(
                 f"quantized_comm: the optimizer steps while gradients of {len(waiting)} module(s), "
                 f"such as {waiting[0]}, are summed inside their nodes only: call "
-                "model.set_is_last_backward(True) before the last backward of a step, in which "
-                "every module needs a gradient; or set quantized_comm.gradients.cross="
-                '"micro_step"'
+                "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
+                "called it, before the last backward of a step, in which every module needs a "
+                'gradient; or set quantized_comm.gradients.cross="micro_step"'
             )
-        if self.scheme.block.payload_checksum:
+        if self.scheme.block.payload_checksum or self.scheme.lossless:
             self._check_messages()
 
     def after_step(self, *_: Any) -> None:
         """Run after the optimizer has stepped: the next forward uses the new weights."""
         self.step += 1
+        self.micro_steps = max([1, *(reduction.backwards for reduction in self.reductions)])
         for reduction in self.reductions:
             reduction.after_step()
-        for node_shard in self.node_shards:
-            node_shard.after_step()
+        if self.node_shards:
+            exchange(self, self.node_shards)
+        self._compare_copies()
+        if self.telemetry is not None:
+            self.telemetry.after_step()
 
     def discard_gradients(self) -> None:
         """Forget partial sums of an accumulation that was abandoned."""
@@ -170,11 +198,13 @@ class Front:
         """Take over a checkpoint's state; weights that nodes keep are filled anew. A collective."""
         self.step = int(state["step"])
         self.resync()
+        if self.telemetry is not None:
+            self.telemetry.arm()  # the step has jumped
 
     # - Figures
 
-    def comm_volume(self) -> CommVolume:
-        """Price a step by formula, in bytes per parameter."""
+    def comm_volume(self, scheme: Scheme | None = None) -> CommVolume:
+        """Price a step of the model's scheme, or of another one, in bytes per parameter."""
         specs = [
             ParamSpec(
                 name=param.name,
@@ -187,13 +217,37 @@ class Front:
             for param in sharded.params
         ]
         return comm_volume(
-            self.scheme,
+            scheme or self.scheme,
             STAGE,
             specs,
             ranks=self.topology.world,
             node_size=self.topology.node_size,
             gradient_dtype=self.gradient_dtype,
+            replicas=self.replicas > 1,
         )
+
+    def received_by_formula(self, comm_volume: CommVolume) -> dict[str, dict[str, float]]:
+        """Return bytes that a rank receives per optimizer step, by role and link as ``Traffic``."""
+        return comm_volume.received(STAGE, micro_steps=self.micro_steps)
+
+    def received_in_full_precision(self) -> dict[str, dict[str, float]]:
+        """Return bytes that a rank would receive per optimizer step, were nothing quantized."""
+        return self.received_by_formula(self.comm_volume(in_full_precision(self.scheme)))
+
+    def peak_bytes(self, comm_volume: CommVolume) -> float:
+        """Predict the peak bytes of messages and sums on this rank in a step."""
+        largest = max((sharded.row_numel for sharded in self.sharded_modules), default=0)
+        largest *= self.shards.size
+        sizes = Sizes(
+            trained=sum(param.shape.numel() for param in self.params.values() if param.trained),
+            largest=largest,
+            bucket=largest,
+            prefetch=largest,
+            itemsize=self.gradient_dtype.itemsize,
+            exchanged_at_once=True,
+            slicing=self.route[-1].slicing,
+        )
+        return peak_bytes(comm_volume, sizes)
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -241,6 +295,39 @@ class Front:
             divisor *= communicator.size
         return tuple(hops)
 
+    def _compare_copies(self) -> None:
+        """Compare the weights that several nodes hold, every ``checksum_steps`` optimizer steps.
+
+        Replicas are compared after the first step, too: they may have begun with other weights.
+
+        Raises:
+            RuntimeError: on all ranks, if replicas differ.
+        """
+        every = self.scheme.block.checksum_steps
+        begins = self.replicas > 1 and self.step == 1
+        if not every or (self.step % every and not begins):
+            return
+        if self.replicas > 1:
+            held = [shard for sharded in self.sharded_modules for shard in sharded.shards()]
+        else:
+            held = [node_shard.rows() for node_shard in self.node_shards]
+        if not held:
+            return
+        local = self.hierarchy.rank % self.topology.node_size
+        differing = differing_ranks(
+            [(local, held)],
+            self.hierarchy.flat,
+            self.device,
+            step=self.step,
+            check_messages=self._check_messages,
+        )
+        if not differing:
+            return
+        if self.replicas > 1:
+            raise replicas_differ(self.step, differing)
+        log.log_rank0(brought_back(self.step, differing, "model"))
+        self.resync()
+
     def _check_messages(self) -> None:
         """End the run on all ranks if any of them received a corrupted message."""
         flat = self.hierarchy.flat
@@ -254,7 +341,13 @@ class Front:
         torch.distributed.broadcast_object_list(errors, src=receiver)
         error = errors[0]
         assert error is not None, "the receiver has voted for it"
-        raise end_of_run(error, receiver=receiver, step=self.step, sealed=True, lossless=False)
+        raise end_of_run(
+            error,
+            receiver=receiver,
+            step=self.step,
+            sealed=self.scheme.block.payload_checksum,
+            lossless=self.scheme.lossless,
+        )
 
 
 def _records(model: nn.Module, routes: Routes) -> dict[int, Param]:

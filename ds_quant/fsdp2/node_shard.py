@@ -4,6 +4,10 @@
 one per node, as [Note: strided layout] of comm/node_rows.py has it. An optimizer step posts the new
 weights between these ranks: each byte enters a node once. A gather then stays inside the node. The
 exchange is waited for when the module is gathered next.
+
+[Note: one agreement] Lossless messages have lengths that all nodes must know before the first one
+is posted. They are exchanged once per step for all modules: see [Note: lengths] of
+comm/lossless_gather.py.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import Codec
+from ds_quant.comm.lossless_gather import Post, posts
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.transport import Communicator, Pending
+from ds_quant.fsdp2.lossless_rows import LosslessRows, trained_columns
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weight_codecs import WeightCodecs
 
@@ -41,6 +47,9 @@ class NodeShard:
         )
         self._between = WeightCodecs(front, sharded, hop=_BETWEEN)
         self._inside = WeightCodecs(front, sharded, hop=_INSIDE)
+        self.lossless_rows = LosslessRows(
+            trained_columns(sharded), self._rows, self._node, self._new_row
+        )
         self._exchange: Pending[Any] | None = None
         self._versions: list[int] = []
         self.refill()
@@ -50,6 +59,17 @@ class NodeShard:
         """Bytes of the rows on this rank."""
         return self._rows.nbytes
 
+    def rows(self) -> Tensor:
+        """Return the rows of this rank, with the weights of the last step."""
+        self._finish_exchange()
+        return self._rows
+
+    def _finish_exchange(self) -> None:
+        """Wait until the rows hold the weights of the last step."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
+
     def refill(self) -> None:
         """Fill the rows exactly. A collective."""
         self._finish_exchange()
@@ -57,11 +77,30 @@ class NodeShard:
         self._post(exact, self._exchange_plan(exact, everything=True))
         self._finish_exchange()
 
-    def after_step(self) -> None:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the rows."""
+        return self._rows.dtype
+
+    @property
+    def sends_lossless(self) -> bool:
+        """True if the exchange of this step sends lossless differences."""
+        front = self._front
+        return (
+            bool(self.lossless_rows.columns)
+            and front.routes.sends_lossless(self.dtype)
+            and not front.is_full_precision(front.step)
+        )
+
+    def exchange(self) -> None:
         """Post the new weights between the nodes; parameters that no optimizer moves stay."""
-        self._finish_exchange()
         bound_codecs, message = self._between.of_step(self._exchange_plan)
         self._post(bound_codecs, message)
+
+    def exchange_lossless(self, post: Post) -> None:
+        """Post the message of ``lossless_rows``, which is encoded already."""
+        self._versions = self._sharded.versions()
+        self._exchange = post()
 
     def gather(self, output: Tensor) -> Pending[Any]:
         """Gather all rows, (ranks * row,), from the ranks of this node.
@@ -80,13 +119,19 @@ class NodeShard:
 
     def _post(self, bound_codecs: Sequence[BoundCodec], message: Message) -> None:
         """Post this rank's weights between the nodes."""
-        own = torch.empty(
-            self._sharded.row_numel, dtype=self._sharded.dtype, device=self._rows.device
-        )
-        torch._foreach_copy_(list(own.split(self._sharded.widths)), self._sharded.shards())
+        own = self._new_row()
         self._versions = self._sharded.versions()
         rows = self._rows.view(-1)
-        self._exchange = message.gather(self._inter, [rows, own], bound_codecs, lambda: [rows])
+        inter = _inter(self._front)
+        self._exchange = message.gather(inter, [rows, own], bound_codecs, lambda: [rows])
+
+    def _new_row(self) -> Tensor:
+        """Return this rank's weights, padded, (row,), in the dtype of the rows."""
+        row = torch.empty(
+            self._sharded.row_numel, dtype=self._sharded.dtype, device=self._rows.device
+        )
+        torch._foreach_copy_(list(row.split(self._sharded.widths)), self._sharded.shards())
+        return row
 
     def _exchange_plan(
         self, bound_codecs: Sequence[BoundCodec], *, everything: bool = False
@@ -112,16 +157,6 @@ class NodeShard:
             self._front.topology.node_size,
         )
 
-    @property
-    def _inter(self) -> Communicator:
-        """The ranks of equal place in all nodes; with one rank per node, all ranks."""
-        return self._front.hierarchy.inter or self._front.hierarchy.flat
-
-    def _finish_exchange(self) -> None:
-        if self._exchange is not None:
-            exchange, self._exchange = self._exchange, None
-            exchange.wait()
-
     def _require_unwritten(self) -> None:
         if self._versions != self._sharded.versions():
             name = self._sharded.name or "the root"
@@ -130,6 +165,31 @@ class NodeShard:
                 "by a loaded checkpoint: call ds_quant.resync(model) on all ranks after it, so "
                 "that every node has them"
             )
+
+
+def exchange(front: Front, node_shards: Sequence[NodeShard]) -> None:
+    """Post the new weights of all modules between the nodes: see [Note: one agreement].
+
+    A collective.
+    """
+    lossless: dict[torch.dtype, list[NodeShard]] = {}
+    for node_shard in node_shards:
+        node_shard._finish_exchange()  # a forward may have skipped the module
+        if node_shard.sends_lossless:
+            lossless.setdefault(node_shard.dtype, []).append(node_shard)
+        else:
+            node_shard.exchange()
+    inter = _inter(front)
+    for same_dtype in lossless.values():
+        rows = [node_shard.lossless_rows for node_shard in same_dtype]
+        gathers = posts(rows, inter, inter, device=front.device, traffic=front.traffic)
+        for node_shard, post in zip(same_dtype, gathers, strict=True):
+            node_shard.exchange_lossless(post)
+
+
+def _inter(front: Front) -> Communicator:
+    """Return the ranks of equal place in all nodes; with one rank per node, all ranks."""
+    return front.hierarchy.inter or front.hierarchy.flat
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.kernels import dispatch
 from ds_quant.policy.cost import stock_bytes
+from ds_quant.runtime import start_line as shared
+from ds_quant.runtime.figures import saved_bytes
 
 if TYPE_CHECKING:
     from ds_quant.fsdp2.front import Front
@@ -20,12 +22,19 @@ def start_line(front: Front) -> str:
     topology = front.topology
     dtype = front.gradient_dtype
     plain = stock_bytes(STAGE, dtype, gathers=volume.gathers, trained=volume.trained)
+    layout = "FSDP2"
+    nodes = "x"
+    if front.replicas > 1:
+        plain = 2 * dtype.itemsize * volume.trained  # an all-reduce
+        layout = "FSDP2 with replicas"
+        nodes = "replicas of"
     inside = volume.intra_bytes(STAGE)
     between = " between nodes" if inside else ""
     parts = [
-        f"{front.scheme.name} on FSDP2, volume {volume.step_bytes(STAGE):.2f} "
-        f"B/param/step{between} ({CAST_NAMES.get(dtype, 'fp32')} {plain:.2f})",
-        f"{topology.nodes} x {topology.node_size} ranks",
+        f"{front.scheme.name} on {layout}, volume {volume.step_bytes(STAGE):.2f} "
+        f"B/param/step{between} ({CAST_NAMES.get(dtype, 'fp32')} {plain:.2f}), "
+        f"{shared.unquantized(volume)}",
+        f"{topology.nodes} {nodes} {topology.node_size} ranks",
         dispatch.describe(front.device, front.scheme.block.backend),
     ]
     if topology.world == 1:
@@ -36,15 +45,21 @@ def start_line(front: Front) -> str:
     if inside:
         parts.append(f"volume inside a node {inside:.2f} B/param")
     if front.node_shards:
-        kept = sum(node_shard.nbytes for node_shard in front.node_shards)
-        parts.append(f"keeps {kept / 1e9:.3g} GB more on every rank")
+        nbytes = sum(node_shard.nbytes for node_shard in front.node_shards)
+        parts.append(shared.kept(nbytes, volume.numel))
+    if front.replicas > 1:
+        is_exact = front.routes.weights().is_full_precision
+        parts.append("weights stay in the node" + (", exact" if is_exact else ""))
     if front.defers_inter_node:
+        declare = "set_requires_all_reduce" if front.replicas > 1 else "set_is_last_backward"
         parts.append(
             "gradients are sent between nodes in every backward that is not declared otherwise by "
-            "set_is_last_backward(False)"
+            f"{declare}(False); {shared.buffering(volume)}"
         )
+    parts.append(shared.extra_memory(front.peak_bytes(volume)))
     if front.scheme.block.warmup_steps:
         parts.append(f"from step {front.scheme.block.warmup_steps} on")
+    parts += shared.advised(volume, front.comm_volume, micro_steps=1)
     return "; ".join([*parts, *front.notices])
 
 
@@ -58,14 +73,25 @@ def figures(front: Front) -> dict[str, Any]:
         "scheme": front.scheme.name,
         "world": front.topology.world,
         "node_size": front.topology.node_size,
+        "replicas": front.replicas,
         "params": volume.numel,
         "steps": front.step,
         "received_bytes": {role: dict(hops) for role, hops in front.traffic.received.items()},
+        "saved_bytes": saved_bytes(
+            front.traffic.received,
+            front.received_by_formula(volume),
+            front.received_in_full_precision(),
+        ),
         "collectives": dict(front.traffic.collectives),
         "full_precision_share": volume.full_precision_share,
         "expected_bytes_per_param": volume.step_bytes(STAGE),
         "expected_intra_bytes_per_param": volume.intra_bytes(STAGE),
+        "expected_most_bytes_per_param": volume.step_bytes(STAGE, most=True),
+        "lossless_bits": front.traffic.lossless.bits,
+        "lossless_padding": front.traffic.lossless.padding,
         "kept_bytes": sum(node_shard.nbytes for node_shard in front.node_shards),
+        "expected_kept_bytes": volume.memory * volume.numel,
+        "expected_peak_bytes": front.peak_bytes(volume),
         "buffer_bytes": front.buffers.nbytes,
         "line": front.line,
     }

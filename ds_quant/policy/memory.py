@@ -31,6 +31,7 @@ class Sizes:
         stage3_prefetch_bucket_size.
     under_way: buckets in flight at once.
     offloaded: True if the node shard is in host memory; a gather then copies its rows.
+    exchanged_at_once: True if all own weights are in flight into the node shard at once.
     """
 
     trained: int
@@ -41,6 +42,7 @@ class Sizes:
     itemsize: int = 2
     under_way: int = 1
     offloaded: bool = False
+    exchanged_at_once: bool = False
     slicing: Slicing = Slicing()
 
 
@@ -114,7 +116,7 @@ def _gather(comm_volume: CommVolume, sizes: Sizes) -> float:
     """Return the bytes of the largest gather of ZeRO-3."""
     routes = comm_volume.routes
     gathered = max(sizes.largest, min(sizes.prefetch, comm_volume.numel))
-    if routes.keeps_shard:
+    if routes.keeps_shard or routes.replicas:
         copies = comm_volume.memory if sizes.offloaded else 0.0
         return gathered * (comm_volume.weights_intra * (1 + 1 / routes.node_size) + copies)
     forwarded = _forwarded_share(comm_volume)
@@ -136,7 +138,7 @@ def _exchange(comm_volume: CommVolume, sizes: Sizes) -> float:
         return 0.0
     own = sizes.trained / routes.ranks
     chunk = min(max(own / CHUNKS, LEAST_NUMEL), MOST_NUMEL)
-    in_flight = min(own, EXCHANGED_AT_ONCE * chunk)
+    in_flight = own if sizes.exchanged_at_once else min(own, EXCHANGED_AT_ONCE * chunk)
     if comm_volume.varies:
         return (own + in_flight * routes.nodes) * comm_volume.weights_most
     return in_flight * (1 + routes.nodes) * comm_volume.weights

@@ -197,10 +197,15 @@ def _other_features(param_dict: Mapping[str, Any]) -> Iterator[Conflict]:
 
 
 def refuse_full_replica(
-    config: QuantizedCommConfig, *, world: int, node_size: int, model_bytes: float | None
+    config: QuantizedCommConfig,
+    *,
+    world: int,
+    node_size: int,
+    model_bytes: float | None,
+    fsdp2: bool = False,
 ) -> None:
-    """Raise ConfigError under ZeRO-3 for a node shard that is a full copy of the model on every
-    rank.
+    """Raise ConfigError under ZeRO-3 and FSDP2 for a node shard that is a full copy of the model on
+    every rank.
 
     model_bytes: None if the model is not known.
     """
@@ -210,15 +215,18 @@ def refuse_full_replica(
     setting = "node_shard" if reference is None else f"weights.{reference}"
     memory = "" if model_bytes is None else f", {model_bytes / 1e9:.3g} GB more"
     if config.weights.enabled or config.gradients.enabled:
-        alternative = '"qsdp"'
+        scheme = '"qsdp"'
+    elif fsdp2:
+        scheme = '"full_precision"'
     else:
-        alternative = '"full_precision"; "lossless" under stage 2 is exact, too'
+        scheme = '"full_precision"; "lossless" under stage 2 is exact, too'
+    front, way_out = "ZeRO-3", "use zero_optimization.stage 2 (which keeps that copy anyway), or "
+    if fsdp2:
+        front, way_out = "FSDP2", "or use "
     raise ConfigError(
-        f"{KEY}.{setting}=true with one rank per node: under ZeRO-3 the node shard is a "
-        f"full copy of the weights{memory} on every rank; set "
-        f"{KEY}.allow_full_replica to true to accept that, use zero_optimization.stage "
-        "2 (which keeps that copy anyway), or a scheme without a node shard such as "
-        f"{alternative}"
+        f"{KEY}.{setting}=true with one rank per node: under {front} the node shard is a full "
+        f"copy of the weights{memory} on every rank; set {KEY}.allow_full_replica to true to "
+        f"accept that, {way_out}a scheme without a node shard such as {scheme}"
     )
 
 

@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     lines += ["", *_title(plan), "", *_table(shown, rows[0], arguments.all)]
     if by_link:
         lines += ["", *_grid(by_link, [row.scheme for row in shown])]
-    print("\n".join([*lines, "", *_notes(shown, arguments.all)]))
+    print("\n".join([*lines, "", *_notes(plan, shown, arguments.all)]))
     return 0
 
 
@@ -55,7 +55,7 @@ def _facts(
     return {
         "model": plan.model.name,
         "parameters": plan.model.numel,
-        "stage": plan.stage,
+        **plan.facts,
         "micro_steps": plan.micro_steps,
         "compute": plan.compute,
         "gathers": plan.gathers,
@@ -70,7 +70,7 @@ def _facts(
 def _title(plan: Plan) -> list[str]:
     """Describe the plan: the model, the ranks, the step."""
     cluster = plan.cluster
-    ranks = f"ZeRO-{plan.stage}, {cluster.nodes} x {cluster.node_size} ranks"
+    ranks = f"{plan.front}, {cluster.nodes} x {cluster.node_size} ranks"
     if cluster.nodes > 1:
         ranks += f", {cluster.link * 8e-9:.3g} Gb/s into a node"
     step = f"{plan.compute:g} s of compute per step, {plan.micro_steps} micro-step(s)"
@@ -82,7 +82,7 @@ def _title(plan: Plan) -> list[str]:
 def _table(rows: list[Row], stock: Row, show_all: bool) -> list[str]:
     """Return a row per scheme, advised ones first.
 
-    stock: the row of DeepSpeed as shipped, to which memory is relative.
+    stock: the row of a run without the plugin, to which memory is relative.
     """
     columns: dict[str, Callable[[Row], str]] = {
         "scheme": lambda row: row.scheme,
@@ -115,12 +115,13 @@ def _grid(by_link: dict[int, list[Row]], schemes: Sequence[str]) -> list[str]:
     return ["speed-up by Gb/s between nodes, nothing hidden:", *align(cells, headers)]
 
 
-def _notes(rows: list[Row], show_all: bool) -> list[str]:
+def _notes(plan: Plan, rows: list[Row], show_all: bool) -> list[str]:
     """Explain the columns."""
     notes = [
         "step s and speed-up: communication fully hidden to not hidden at all.",
         "+GB per GPU: kept between steps, and messages and sums at most.",
         "This is time and memory: loss is in docs/choosing.md.",
+        *plan.assumptions,
     ]
     most = [f"{row.most_bytes:.3f} ({row.scheme})" for row in rows if row.most_bytes]
     if most:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,14 +39,21 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run to predict.
+    """A run to predict, under DeepSpeed; ``fsdp2_plan.Fsdp2Plan`` is one under FSDP2.
 
+    stock: the name of a run without the plugin.
+    assumptions: sentences below the table.
+    more_gpus: the way out of a model that does not fit.
     compute: seconds of an optimizer step without communication.
     block: the user's own, or None.
     exact_gradients: True if DeepSpeed reduces gradients itself.
     gpu_memory: bytes of a GPU; None if any scheme fits.
     offloads: the parts that DeepSpeed keeps in host memory, of "param" and "optimizer".
     """
+
+    stock: ClassVar[str] = "DeepSpeed as shipped"
+    assumptions: ClassVar[tuple[str, ...]] = ()
+    more_gpus: ClassVar[str] = "take more GPUs, a higher stage or offloading"
 
     model: Model
     dtype: torch.dtype
@@ -59,6 +67,16 @@ class Plan:
     gpu_memory: float | None = None
     offloads: frozenset[str] = frozenset()
     buckets: Buckets = field(default_factory=Buckets)
+
+    @property
+    def front(self) -> str:
+        """The front and its stage in words."""
+        return f"ZeRO-{self.stage}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The front and its stage as JSON types."""
+        return {"stage": self.stage}
 
     @property
     def ranks(self) -> int:
@@ -112,7 +130,7 @@ class Plan:
 
     @cached_property
     def stock_memory(self) -> float:
-        """Bytes per GPU of DeepSpeed with Adam, without activations.
+        """Bytes per GPU with Adam and without the plugin and activations.
 
         Weights, gradients, fp32 masters and two states, as far as they are not offloaded, a bucket
         of gradients, and the elements that ZeRO-3 gathers at once.
@@ -135,6 +153,38 @@ class Plan:
             nbytes += itemsize * min(model.numel, live + model.largest)
         return nbytes + itemsize * min(model.trained, self.buckets.reduce)
 
+    @property
+    def sizes(self) -> memory.Sizes:
+        """The sizes that decide how much memory messages take."""
+        fetch = self.buckets.fetch
+        return memory.Sizes(
+            trained=self.model.trained,
+            largest=self.model.largest,
+            bucket=self.buckets.reduce,
+            window=self.buckets.allgather,
+            prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
+            itemsize=self.dtype.itemsize,
+            offloaded=self.offloads_shard,
+            slicing=_GPU_SLICING,
+        )
+
+    def other_rows(self, full_precision: CommVolume) -> list[Row]:
+        """Return rows of other ways to train without the plugin.
+
+        full_precision: volume of the scheme of this name.
+        """
+        return []
+
+    def too_large(self, gpu_memory: float) -> str:
+        """Return a note if a GPU has less memory, or ""."""
+        if self.gpu_memory is None or gpu_memory <= self.gpu_memory:
+            return ""
+        return f"{NEEDS}{gpu_memory / 1e9:.3g} GB"
+
+    def preferred(self, rows: list[Row]) -> str:
+        """Return the scheme to take of ``rows``, if it is one of them."""
+        return self.advised
+
     def with_link(self, gigabits: float) -> Plan:
         """Return the plan with another link between nodes, in Gb/s."""
         return replace(self, cluster=replace(self.cluster, link=gigabits * GIGABIT))
@@ -152,7 +202,6 @@ class Plan:
 # ---- the forecast ----
 
 
-STOCK = "deepspeed as shipped"
 NEEDS = "needs "  # begins the note of a scheme that needs more memory than there is
 
 
@@ -210,8 +259,11 @@ def forecast(plan: Plan) -> list[Row]:
     for name in preset_names():
         block = {"scheme": name, "allow_full_replica": plan.allow_full_replica}
         blocks[name] = parse_block(block)
-    stock = _stock_row(plan, _comm_volume(blocks["full_precision"], plan))
-    return [stock, *(_scheme_row(name, block, plan, stock) for name, block in blocks.items())]
+    full_precision = _comm_volume(blocks["full_precision"], plan)
+    stock = _stock_row(plan, full_precision)
+    others = [_compared(row, stock) for row in plan.other_rows(full_precision)]
+    schemes = [_scheme_row(name, block, plan, stock) for name, block in blocks.items()]
+    return [stock, *others, *schemes]
 
 
 def _stock_row(plan: Plan, full_precision: CommVolume) -> Row:
@@ -227,8 +279,8 @@ def _stock_row(plan: Plan, full_precision: CommVolume) -> Row:
         trained=full_precision.trained,
     )
     has_two_levels = plan.cluster.nodes > 1 and plan.cluster.node_size > 1
-    return _row(
-        STOCK,
+    return row_of(
+        plan.stock.lower(),
         plan,
         full_precision,
         inter_bytes=nbytes,
@@ -255,13 +307,11 @@ def _scheme_row(name: str, block: QuantizedCommConfig, plan: Plan, stock: Row) -
     else:
         gpu_memory += memory_kept
     gpu_memory += peak
-    note = _objection(name, block, plan)
-    if not note and plan.gpu_memory is not None and gpu_memory > plan.gpu_memory:
-        note = f"{NEEDS}{gpu_memory / 1e9:.3g} GB"
+    note = _objection(name, block, plan) or plan.too_large(gpu_memory)
     most_bytes = None
     if volume.varies:
         most_bytes = volume.step_bytes(plan.stage, micro_steps=plan.micro_steps, most=True)
-    row = _row(
+    row = row_of(
         name,
         plan,
         volume,
@@ -274,6 +324,11 @@ def _scheme_row(name: str, block: QuantizedCommConfig, plan: Plan, stock: Row) -
         note=note,
         most_bytes=most_bytes,
     )
+    return _compared(row, stock)
+
+
+def _compared(row: Row, stock: Row) -> Row:
+    """Return a row with its speed-up over the row of a run without the plugin."""
     return replace(
         row,
         speedup_overlapped=stock.step_overlapped / row.step_overlapped,
@@ -297,7 +352,7 @@ def _objection(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     return "" if name in advised else "others are advised here"
 
 
-def _row(
+def row_of(
     scheme: str,
     plan: Plan,
     volume: CommVolume,
@@ -310,13 +365,16 @@ def _row(
     peak: float = 0.0,
     note: str = "",
     most_bytes: float | None = None,
+    more_exchanges: int = 0,
 ) -> Row:
     """Return a row with the times of its bytes.
 
     One collective is counted per layer and exchange.
+
+    more_exchanges: besides those of ``volume``.
     """
     exchanges = volume.step_gathers(plan.stage, plan.micro_steps)
-    exchanges += volume.reductions(plan.stage, plan.micro_steps)
+    exchanges += volume.reductions(plan.stage, plan.micro_steps) + more_exchanges
     seconds = cost.seconds(
         plan.cluster,
         plan.counted,
@@ -346,19 +404,8 @@ def _row(
 
 def _peak_bytes(volume: CommVolume, plan: Plan) -> float:
     """Return the bytes of messages and sums in a step, at most."""
-    fetch = plan.buckets.fetch
-    sizes = memory.Sizes(
-        trained=plan.model.trained,
-        largest=plan.model.largest,
-        bucket=plan.buckets.reduce,
-        window=plan.buckets.allgather,
-        prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
-        itemsize=plan.dtype.itemsize,
-        offloaded=plan.offloads_shard,
-        slicing=_GPU_SLICING,
-    )
     # The volume is that of the model's stand-in parameters.
-    return memory.peak_bytes(replace(volume, numel=plan.counted), sizes)
+    return memory.peak_bytes(replace(volume, numel=plan.counted), plan.sizes)
 
 
 def _comm_volume(block: QuantizedCommConfig, plan: Plan) -> CommVolume:
@@ -388,17 +435,18 @@ def answer(plan: Plan, rows: list[Row]) -> tuple[Row, list[str]]:
     small = plan.with_small_buckets()
     if small.stock_memory > room:
         return stock, [
-            f"the model itself does not fit: DeepSpeed needs {_gb(small.stock_memory)} GB of "
-            f"{_gb(room)} per GPU without ds_quant, without activations: take more GPUs, a higher "
-            "stage or offloading"
+            f"the model itself does not fit: {plan.stock.partition(' ')[0]} needs "
+            f"{_gb(small.stock_memory)} GB of {_gb(room)} per GPU without ds_quant, without "
+            f"activations: {plan.more_gpus}"
         ]
     if not plan.advised:
         return stock, ["leave the block out: on one node links are too fast for it to gain"]
     gaining = [row for row in rows[1:] if row.may_be_taken and row.speedup_serial >= WORTH_IT]
     if not gaining:
         return stock, [f"leave the block out: nothing gains 5 %, {stock.limit} limits the step"]
-    # The advised scheme first, then the shortest step.
-    gaining.sort(key=lambda row: (row.scheme != plan.advised, row.step_serial))
+    # The preferred scheme first, then the shortest step.
+    preferred = plan.preferred(gaining)
+    gaining.sort(key=lambda row: (row.scheme != preferred, row.step_serial))
     best = gaining[0]
     gain = f"{best.scheme} gains {span(*best.speedups, '.1f')} x"
     with_small_buckets = next(row for row in forecast(small) if row.scheme == best.scheme)
@@ -414,8 +462,8 @@ def answer(plan: Plan, rows: list[Row]) -> tuple[Row, list[str]]:
         return stock, [f"leave the block out: {gain} but needs {_gb(best.gpu_memory)} GB per GPU"]
     taken = fitting[0]
     sentences = [
-        f"take {taken.scheme}: {span(*taken.speedups, '.1f')} x as fast as DeepSpeed as "
-        f"shipped, +{_gb(taken.gpu_memory - stock.gpu_memory)} GB per GPU"
+        f"take {taken.scheme}: {span(*taken.speedups, '.1f')} x as fast as {plan.stock}, "
+        f"+{_gb(taken.gpu_memory - stock.gpu_memory)} GB per GPU"
     ]
     if taken is not best:
         sentences.append(f"{gain} but needs {_gb(best.gpu_memory)} GB per GPU")

@@ -24,6 +24,7 @@ from ds_quant.policy.timing import Rate
 from ds_quant.tools import forecast, probe
 from ds_quant.tools.files import about, load
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan
+from ds_quant.tools.fsdp2_plan import Fsdp2Plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LATENCY = 2e-5  # seconds per collective, unless probed
@@ -50,6 +51,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     Raises:
         ValueError: naming every option that is missing, or one that cannot work.
     """
+    if arguments.front == "fsdp2":
+        _refuse_deepspeed_settings(arguments)
     path = arguments.ds_config
     settings = _read_settings(arguments)
     missing = _missing_settings(arguments, settings)
@@ -73,7 +76,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
                 f"--gpus, which is {cluster.node_size}; make them equal or leave node_size out"
             )
     stock_reason = refusals.stock_gradients_reason(stage, lambda key: settings.zero.get(key, True))
-    plan = Plan(
+    kind = Fsdp2Plan if arguments.front == "fsdp2" else Plan
+    plan = kind(
         model=planned_model,
         dtype=dtype,
         stage=stage,
@@ -91,6 +95,27 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if arguments.measured is None:
         return plan
     return _with_measured_link(plan, arguments.measured)
+
+
+def _refuse_deepspeed_settings(arguments: argparse.Namespace) -> None:
+    """Refuse options of DeepSpeed in a plan under FSDP2.
+
+    Raises:
+        ValueError: naming each option, its value and the way out.
+    """
+    problems = []
+    if arguments.stage is not None:
+        problems.append(
+            f"--stage {arguments.stage}: allowed with --front fsdp2: none; leave it out: FSDP2 "
+            "shards weights, gradients and optimizer states, as stage 3 does"
+        )
+    if arguments.ds_config is not None:
+        problems.append(
+            f"--ds-config {arguments.ds_config}: allowed with --front fsdp2: none; give --dtype "
+            "and --accumulation instead"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _missing_settings(arguments: argparse.Namespace, settings: _Settings) -> list[str]:
@@ -121,14 +146,14 @@ def _missing_settings(arguments: argparse.Namespace, settings: _Settings) -> lis
 
 
 def _with_measured_link(plan: Plan, step: float) -> Plan:
-    """Give the slowest link the rate at which DeepSpeed as shipped takes ``step`` seconds."""
+    """Give the slowest link the rate at which a run without the plugin takes ``step`` seconds."""
     unlimited, ranks = _with_slowest_link(plan, float("inf"))
     stock = forecast.forecast(unlimited)[0]
     seconds = step - stock.step_serial
     if seconds <= 0:
         raise ValueError(
             f"--measured {step:g}: no longer than the {stock.step_serial:.3g} s that compute and "
-            "everything but the link take: allowed: a whole step, with DeepSpeed as shipped"
+            f"everything but the link take: allowed: a whole step, with {plan.stock}"
         )
     rate = plan.counted * stock.inter_bytes * (1 - 1 / ranks) / seconds
     limited, _ = _with_slowest_link(plan, rate)

@@ -25,6 +25,7 @@ from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.route import Routes
 from ds_quant.runtime import handshake
+from ds_quant.runtime.telemetry import unwritable
 from ds_quant.zero import (
     accelerator,
     checkpoint,
@@ -53,7 +54,7 @@ from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import figures
 from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.startup_line import announce, start_line
-from ds_quant.zero.telemetry import Telemetry, is_read, unwritable
+from ds_quant.zero.telemetry import Telemetry, is_read
 from ds_quant.zero.warmup import warm_up_engine
 from ds_quant.zero.world import broadcast, level_groups
 

@@ -9,54 +9,16 @@ since nothing is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
-from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
+from ds_quant.comm.lossless_gather import LosslessGather, Post, joined, posts
 from ds_quant.comm.node_rows import ShardRows, rows_on_device, update_rows
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Communicator, Pending
+from ds_quant.comm.transport import Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-
-Post = Callable[[], Pending[Any]]  # posts a gather
-
-
-class Source(Protocol):
-    """Weights of one message."""
-
-    @property
-    def numel(self) -> int:
-        """Elements that one rank sends."""
-
-    def values(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's new values, and the old ones that all receivers hold."""
-
-    def post(self, gathers: LosslessGather, index: int) -> Pending[Any]:
-        """Post the gather of message ``index``, which updates the weights."""
-
-
-def posts(
-    sources: Sequence[Source],
-    communicator: Communicator,
-    transport: Communicator | HierarchicalCommunicator,
-    *,
-    device: torch.device,
-    traffic: Traffic,
-) -> Iterator[Post]:
-    """Yield per message a function that posts its gather, which updates the weights.
-
-    All messages are encoded, and their lengths exchanged, before the first one is yielded.
-    Arguments are those of ``LosslessGather``.
-    """
-    messages = [LosslessMessage(source.numel, source.values) for source in sources]
-    gathers = LosslessGather(messages, communicator, transport, device=device, traffic=traffic)
-    for index, source in enumerate(sources):
-        yield partial(source.post, gathers, index)
-
 
 # ---- the replica of ZeRO-1 and 2 ----
 
@@ -149,8 +111,3 @@ class NodeRows(NamedTuple):
     def post(self, gathers: LosslessGather, index: int) -> Pending[None]:
         """Post the gather of message ``index``, which updates the rows of all nodes."""
         return gathers.post(index, self.reference).then(self.update)
-
-
-def joined(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenate rows of one dtype. A single row is returned without a copy."""
-    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=-1)

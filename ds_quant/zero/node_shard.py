@@ -36,15 +36,17 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.comm.lossless_gather import Post, posts
 from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather, rows_on_device
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.runtime.param import ABSENT, CURRENT, STALE, HopCodec, Param
-from ds_quant.zero import accelerator, lossless, offload, sharded_params
+from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.accelerator import StepBarrier
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
 from ds_quant.zero.deepspeed_types import ZeroParameter
+from ds_quant.zero.lossless import NodeRows
 from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
 
@@ -309,16 +311,16 @@ class NodeShard:
         if run:
             yield run
 
-    def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
+    def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[Post]:
         messages = [
-            lossless.NodeRows(
+            NodeRows(
                 [param.node_rows for param in run],
                 partial(self._shards, run),
                 self._inter.rank,
             )
             for run in runs
         ]
-        return lossless.posts(
+        return posts(
             messages,
             self._inter,
             self._inter,

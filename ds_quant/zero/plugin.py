@@ -18,12 +18,12 @@ from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
-from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.in_flight import BUCKETS_AHEAD
 from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
+from ds_quant.runtime.figures import in_full_precision
 from ds_quant.runtime.param import Param, learn
 from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.world import backend, level_groups
@@ -355,9 +355,8 @@ class Plugin:
 
         By role and link as ``Traffic`` counts them.
         """
-        cross = {"cross": self.scheme.block.gradients.cross}
-        plain = parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
-        received = self.received_by_formula(self.comm_volume(plain))
+        full_precision = self.comm_volume(in_full_precision(self.scheme))
+        received = self.received_by_formula(full_precision)
         if self.stock_gradients_reason is not None:
             received["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's are not counted
         return received

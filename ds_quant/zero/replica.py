@@ -26,7 +26,7 @@ from torch import Tensor
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
-from ds_quant.comm.lossless_gather import MOST_NUMEL
+from ds_quant.comm.lossless_gather import MOST_NUMEL, Post
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.small_tensors import SMALL_NUMEL, group_small_tensors, is_tight
 from ds_quant.comm.transport import Communicator, Pending
@@ -36,7 +36,7 @@ from ds_quant.runtime.param import HopCodec, Param
 from ds_quant.zero import optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
 from ds_quant.zero.edited_weights import EditDetector
-from ds_quant.zero.lossless import Post, Window, replica_posts
+from ds_quant.zero.lossless import Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin

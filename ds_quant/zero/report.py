@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_quant.policy.cost import CommVolume
+from ds_quant.runtime.figures import saved_bytes
 from ds_quant.zero import hooks
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.startup_line import start_line
@@ -34,7 +34,11 @@ def figures(plugin: Plugin) -> dict[str, Any]:
         "steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
         "received_bytes": {role: dict(links) for role, links in traffic.received.items()},
-        "saved_bytes": _saved(plugin, comm_volume),
+        "saved_bytes": saved_bytes(
+            traffic.received,
+            plugin.received_by_formula(comm_volume),
+            plugin.received_in_full_precision(),
+        ),
         "collectives": dict(traffic.collectives),
         "not_counted": ["gradients"] if plugin.stock_gradients_reason else [],
         "gathers": plugin.gathers,
@@ -58,21 +62,3 @@ def figures(plugin: Plugin) -> dict[str, Any]:
         "killed": state.killed,
         "line": start_line(plugin),
     }
-
-
-def _saved(plugin: Plugin, comm_volume: CommVolume) -> dict[str, dict[str, float]]:
-    """Return the bytes that full precision would have received besides, by role and link.
-
-    The received bytes, scaled by the formula's ratio of full precision to this scheme.
-    """
-    full_precision = plugin.received_in_full_precision()
-    own = plugin.received_by_formula(comm_volume)
-    saved: dict[str, dict[str, float]] = {}
-    for role, links in plugin.traffic.received.items():
-        saved[role] = {}
-        for link, nbytes in links.items():
-            saved[role][link] = 0.0
-            if own[role][link]:
-                ratio = full_precision[role][link] / own[role][link]
-                saved[role][link] = nbytes * (ratio - 1)
-    return saved

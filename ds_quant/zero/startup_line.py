@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
 from ds_quant.codec.codec import CAST_NAMES
-from ds_quant.config.errors import did_you_mean
-from ds_quant.config.presets import preset_groups
-from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch
-from ds_quant.policy import choosing
 from ds_quant.policy.cost import CommVolume, stock_bytes
-from ds_quant.policy.scheme import matches
 from ds_quant.runtime import log
+from ds_quant.runtime import start_line as shared
 from ds_quant.zero import accelerator, hooks, offload
 from ds_quant.zero.plugin import Plugin
-
-_LESS = 0.9  # share of the bytes below which another scheme is advised
-_GB = 1e9
 
 
 def announce(plugin: Plugin) -> None:
     """Log the start-up line and its warnings on rank 0."""
     names = [param.name for param in plugin.all_params()]
-    for pattern in plugin.scheme.block.exclude:
-        if not any(matches(name, pattern) for name in names):
-            similar = did_you_mean(pattern, names, cutoff=0.4) or next(iter(names), "nothing")
-            log.log_rank0(
-                f'quantized_comm: exclude pattern "{pattern}" matches no parameter; one is called '
-                f"{similar}"
-            )
+    shared.warn_of_unmatched(plugin.scheme.block.exclude, names)
     log.info_rank0(f"quantized_comm: {start_line(plugin)}")
 
 
@@ -51,8 +36,12 @@ def start_line(plugin: Plugin) -> str:
         parts.append(
             f"traffic depends on the learning rate: volume {most:.2f} B/param/step at most"
         )
-    parts += _why_weights_stay(plugin)
-    parts += _advised(plugin)
+    parts += _why_weights_stay(plugin, comm_volume)
+    parts += shared.advised(
+        comm_volume,
+        plugin.comm_volume,
+        micro_steps=plugin.engine.gradient_accumulation_steps(),
+    )
     parts += plugin.notices
     return "; ".join(parts)
 
@@ -91,7 +80,7 @@ def _traffic(plugin: Plugin, comm_volume: CommVolume, crosses_once: bool) -> lis
     parts = [
         f"{plugin.scheme.name} on ZeRO-{stage}, volume {outer:.2f} B/param/{period}{level} "
         f"({CAST_NAMES.get(dtype, 'fp32')} {of_stock + comm_volume.boundary:.2f}), "
-        f"{_unquantized(plugin, comm_volume)}",
+        f"{shared.unquantized(comm_volume)}",
         f"{topology.nodes} x {topology.node_size} ranks",
         dispatch.describe(accelerator.device(), plugin.scheme.block.backend),
     ]
@@ -113,76 +102,22 @@ def _memory(plugin: Plugin, comm_volume: CommVolume, crosses_once: bool) -> list
     """Describe the memory that the scheme takes on a rank."""
     parts: list[str] = []
     if comm_volume.memory:
-        gigabytes = comm_volume.memory * comm_volume.numel / _GB
-        where = "in host memory " if offload.offloads_parameters(plugin.engine) else ""
-        parts.append(
-            f"keeps {comm_volume.memory:.2f} B/param ({gigabytes:.3g} GB) more {where}on every rank"
-        )
+        where = " in host memory" if offload.offloads_parameters(plugin.engine) else ""
+        nbytes = comm_volume.memory * comm_volume.numel
+        parts.append(shared.kept(nbytes, comm_volume.numel, where=where))
     if crosses_once:
-        gigabytes = comm_volume.partial_sums * comm_volume.numel / _GB
         parts.append(
-            "gradients are sent between nodes once per optimizer step; buffering them takes "
-            f"{comm_volume.partial_sums:.2f} B/param ({gigabytes:.3g} GB) on every rank"
+            "gradients are sent between nodes once per optimizer step; "
+            f"{shared.buffering(comm_volume)}"
         )
     if plugin.topology.world > 1:
-        parts.append(f"extra memory: up to {plugin.peak_bytes(comm_volume) / _GB:.2g} GB")
+        parts.append(shared.extra_memory(plugin.peak_bytes(comm_volume)))
     return parts
 
 
-def _advised(plugin: Plugin) -> list[str]:
-    """Name the scheme that is advised between these nodes, if it sends clearly less."""
-    stage, topology, block = plugin.stage, plugin.topology, plugin.scheme.block
-    place = choosing.Place(stage, topology.nodes, topology.node_size, block.allow_full_replica)
-    lossy = plugin.scheme.gradients is not None and block.scheme in preset_groups()[""]
-    if topology.nodes == 1 or not lossy or block.scheme in choosing.candidates(place):
-        return []
-    best = choosing.autotune_candidates(place)[-1]
-    own = plugin.comm_volume()
-    advised = plugin.comm_volume(parse_block({"scheme": best}).to_scheme())
-    micro_steps = plugin.engine.gradient_accumulation_steps()
-    own_bytes = own.step_bytes(stage, micro_steps=micro_steps)
-    advised_bytes = advised.step_bytes(stage, micro_steps=micro_steps)
-    if advised_bytes > _LESS * own_bytes:
-        return []
-    keeps = ""
-    if advised.memory > own.memory:
-        keeps = f", and keeps {advised.memory:.2f} more"
-    return [
-        f'advised here: scheme "{best}", with a volume of {advised_bytes:.2f} B/param/step{keeps}'
-    ]
-
-
-def _unquantized(plugin: Plugin, comm_volume: CommVolume) -> str:
-    """Name the tensors that are sent in full precision, and their share of the bytes."""
-    scheme = plugin.scheme
-    if scheme.weights is None and scheme.gradients is None and not scheme.lossless:
-        return "nothing quantized"
-    tensors_by_reason = dict(comm_volume.kept)
-    small = tensors_by_reason.pop("1-D", 0) + tensors_by_reason.pop("small", 0)
-    parts: list[str] = []
-    if _weights_stay(plugin) or (scheme.weights is None and not scheme.lossless):
-        parts.append("all weights")
-    if scheme.gradients is None:
-        parts.append("all gradients")
-    if small:
-        parts.append(f"{small} small tensor{'s' if small > 1 else ''}")
-    parts += [f"{count} {reason}" for reason, count in sorted(tensors_by_reason.items())]
-    if not parts:
-        return "all tensors quantized"
-    share = f"{100 * comm_volume.full_precision_share:.1f} % of bytes"
-    return f"{', '.join(parts)} unquantized ({share})"
-
-
-def _weights_stay(plugin: Plugin) -> bool:
-    """Return True if the scheme compresses weights between nodes only, and there is one node."""
-    compresses = plugin.scheme.weights is not None or plugin.scheme.lossless
-    route = plugin.routes.weights(dtype=torch.bfloat16)
-    return compresses and plugin.topology.world > 1 and route.is_full_precision
-
-
-def _why_weights_stay(plugin: Plugin) -> list[str]:
+def _why_weights_stay(plugin: Plugin, comm_volume: CommVolume) -> list[str]:
     """Explain why weights are sent in full precision, and name the setting that helps."""
-    if not _weights_stay(plugin):
+    if not shared.weights_stay(comm_volume):
         return []
     way_out = 'set weights.intra, such as {"bits": 8}, or use scheme "qsdp"'
     if plugin.scheme.lossless:

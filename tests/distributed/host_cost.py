@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import fake_world
 import torch
@@ -166,6 +167,47 @@ def _timed(engine: Any) -> float:
     return 1e3 * (time.process_time() - start)
 
 
+def fsdp2_cost(case: Case) -> dict[str, float]:
+    """Return counts of a steady step of rank 0 under FSDP2.
+
+    The model is one wrapped module in a root without parameters, so that its weights are gathered
+    for forward and again for backward.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from ds_quant.fsdp2 import attaching
+
+    fake_world.join(case.world)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (case.world.ranks,))
+    root = nn.Sequential(fully_shard(case.model(), mesh=mesh, mp_policy=bf16))
+    model = fully_shard(root, mesh=mesh, mp_policy=bf16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    block = {"node_size": case.world.ranks_per_node, **(case.block or {})}
+    answer = patch.object(attaching, "handshake", return_value=case.world.ranks_per_node)
+    with answer, fake_world.faked_cuda() as runner:
+        front = attaching.attach(model, block, optimizer=optimizer)
+        assert front is not None
+
+        def step() -> None:
+            model(torch.ones(1, root[0].width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(WARM):
+            step()
+        runner.launches.clear()
+        before = sum(front.traffic.collectives.values())
+        with counting.calls() as counts:
+            step()
+        counts["messages"] = sum(front.traffic.collectives.values()) - before
+        counts["launches"] = runner.launches.total()
+        with counting.operations() as operations:
+            step()
+    return {**counts, **operations, "parameters": sum(1 for _ in model.parameters())}
+
+
 def _messages(engine: Any) -> int:
     """Return the number of collectives of the plugin so far, 0 without it."""
     report = ds_quant.report(engine)
@@ -178,6 +220,11 @@ def _messages(engine: Any) -> int:
 def measure(case: Case) -> dict[str, float]:
     """Run a case in a new process."""
     return harness.run(cost, 1, case, environment=harness.OWN_GROUP)[0]
+
+
+def measure_fsdp2(case: Case) -> dict[str, float]:
+    """Run a case in a new process, under FSDP2."""
+    return harness.run(fsdp2_cost, 1, case, environment=harness.OWN_GROUP)[0]
 
 
 def small_layers(world: World, stage: int, scheme: str | None) -> Case:

@@ -75,7 +75,8 @@ def _become_a_device(model: Any, lost: str) -> None:
     from deepspeed.accelerator import real_accelerator
 
     from ds_quant.comm import checksum, lossless_gather
-    from ds_quant.zero import accelerator, attach, telemetry
+    from ds_quant.runtime import telemetry
+    from ds_quant.zero import accelerator, attach
     from tests.distributed.device_model import Accelerator
 
     real_accelerator.ds_accelerator = Accelerator(model)

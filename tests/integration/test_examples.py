@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,11 +62,45 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
 def test_fsdp2_trains_without_deepspeed(folder: Path) -> None:
     page = (EXAMPLES.parent / "fsdp2.md").read_text("utf-8")
     (options,) = re.findall("^torchrun (.*) fsdp2.py$", page, re.MULTILINE)
+    readme = (EXAMPLES.parents[1] / "README.md").read_text("utf-8")
+    assert f"\ntorchrun {options} docs/examples/fsdp2.py\n" in readme
     launch = (sys.executable, "-m", "torch.distributed.run", *options.split(), "fsdp2.py")
     printed = "".join(run_both(*launch, cwd=folder, **QUIET))
     assert printed.count("quantized_comm: qsdp on FSDP2, ") == 1, printed
     found = losses(printed)
     assert len(found) == 4 and found[-1] < found[0] - 1, printed
+
+
+def _sharded_on_the_cpu(folder: str, name: str) -> str:
+    """Run a script of Accelerate's FSDP2 plugin, which it uses on GPUs only.
+
+    Replaced is the kind of training that Accelerate chooses on a CPU. All that follows is its own.
+    """
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    original = AcceleratorState.__init__
+
+    def sharding(self: AcceleratorState, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        plugin = options.get("fsdp_plugin")
+        if plugin is not None:
+            plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = plugin
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = sharding
+    return _script(folder, name)
+
+
+def test_accelerate_trains_with_its_fsdp2_plugin(folder: Path) -> None:
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    name = "fsdp2_accelerate.py"
+    printed, _ = harness.run(_sharded_on_the_cpu, 2, str(folder), name, environment=environment)
+    assert printed.count("quantized_comm: qsdp on FSDP2, ") == 1, printed
+    found = losses(printed)
+    assert len(found) == 4 and found[-1] < found[0] - 1, printed
+    assert (folder / "model.pt").exists()
 
 
 def test_every_script_and_config_is_tried_here_and_shown_on_the_page() -> None:

@@ -123,6 +123,86 @@ def test_a_size_of_gathers_by_which_deepspeed_divides_is_not_0(
     assert ("zero_optimization.allgather_bucket_size=0" in said) == refused
 
 
+# ---- under FSDP2 ----
+
+
+def under_fsdp2(capsys, *options: str) -> dict[str, dict]:
+    return rows(capsys, "--front", "fsdp2", *PLAN, "--step", "1", *options)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_bytes_under_fsdp2_are_added_up_by_hand(k: int, capsys) -> None:
+    """bf16, 8 GPUs per node: gathers for forward and backward, and what crosses once per step."""
+    found = under_fsdp2(capsys, "--accumulation", str(k))
+    assert set(found) == {"", "fsdp2 as shipped", "fsdp2 hsdp as shipped", *preset_names()}
+    expected = {
+        "fsdp2 as shipped": (6 * k, 6 * k),
+        "fsdp2 hsdp as shipped": (4, 6 * k),
+        "full_precision": (4 * k + 2, 6 * k),
+        "hybrid": (4, 6 * k),
+        "qsdp": (2.014 * k + 1.007, 3.02 * k),
+        "eden4": (1.018, 5.03 * k),
+    }
+    for scheme, nbytes in expected.items():
+        row = found[scheme]
+        assert (row["inter_bytes"], row["intra_bytes"]) == pytest.approx(nbytes, rel=0.01), scheme
+    hsdp = found["fsdp2 hsdp as shipped"]
+    seconds = 4 * 7e9 / 2 / 1.25e9 + 6 * k * 7e9 * 7 / 8 / 1.25e13 + (3 * k + 1) * 33 * 2e-5
+    assert hsdp["communication"] == pytest.approx(seconds)
+    assert hsdp["speedup_serial"] == pytest.approx(
+        found["fsdp2 as shipped"]["step_serial"] / hsdp["step_serial"]
+    )
+
+
+def test_memory_under_fsdp2_is_added_up_by_hand(capsys) -> None:
+    """16 bytes per parameter and its shards; five blocks of bf16; the scheme's own beside them."""
+    found = under_fsdp2(capsys)
+    block = 5 * 2 * 7e9 / 33
+    flat, hsdp = found["fsdp2 as shipped"], found["fsdp2 hsdp as shipped"]
+    assert flat["gpu_memory"] == pytest.approx(16 * 7e9 / 16 + block)
+    assert hsdp["gpu_memory"] == pytest.approx(16 * 7e9 / 8 + block)
+    eden4 = found["eden4"]
+    assert eden4["gpu_memory"] == flat["gpu_memory"] + eden4["memory"] + eden4["peak"]
+    # All new weights of this rank and those that arrive from both nodes, in 4 bits and scales.
+    assert eden4["peak"] > 3 * 0.5 * 7e9 / 16
+    accumulated = under_fsdp2(capsys, "--accumulation", "2")
+    assert accumulated["fsdp2 hsdp as shipped"]["gpu_memory"] == pytest.approx(
+        hsdp["gpu_memory"] + 2 * 7e9 / 8
+    )
+    fp32 = under_fsdp2(capsys, "--dtype", "fp32")["fsdp2 as shipped"]
+    assert fp32["gpu_memory"] == pytest.approx(16 * 7e9 / 16 + 2 * block)
+
+
+def test_hsdp_is_left_out_where_it_is_not_hybrid(capsys) -> None:
+    for nodes, gpus in (("1", "8"), ("4", "1")):
+        found = under_fsdp2(capsys, "--nodes", nodes, "--gpus", gpus)
+        assert "fsdp2 as shipped" in found and "fsdp2 hsdp as shipped" not in found
+
+
+def test_hsdp_without_the_plugin_is_taken_if_nothing_is_clearly_faster_and_it_fits(capsys) -> None:
+    slow = ("--encode", "1e9")  # so that codecs cost more than the bytes they save
+    found = under_fsdp2(capsys, *slow)
+    assert found[""]["best"] == "fsdp2 hsdp as shipped"
+    assert found[""]["answer"][0].startswith("take fsdp2 hsdp as shipped: ")
+    found = under_fsdp2(capsys, *slow, "--gpu-memory", "15")
+    assert found["fsdp2 hsdp as shipped"]["note"] == "needs 16.1 GB"
+    assert found[""]["best"] == "hybrid"
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (["--stage", "2"], ["--stage 2: allowed with --front fsdp2: none; leave it out"]),
+        (["--ds-config", __file__], [f"--ds-config {__file__}: allowed with --front fsdp2: none"]),
+        (["--stage", "3", "--ds-config", __file__], ["--stage 3: ", "--ds-config "]),
+    ],
+)
+def test_settings_of_deepspeed_are_refused_under_fsdp2(options, messages, capsys) -> None:
+    assert main(["estimate", "--front", "fsdp2", *PLAN, "--step", "1", *options]) == 1
+    said = capsys.readouterr().err
+    assert all(message in said for message in messages), said
+
+
 # ---- with a probe ----
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from ds_quant.comm import lossless_gather
-from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
+from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage, posts
 from ds_quant.comm.traffic import Tally
+from ds_quant.fsdp2.lossless_rows import LosslessRows
 from tests.world import SimulatedRank, World
 
 BF16 = torch.bfloat16
@@ -49,6 +51,23 @@ def test_every_rank_gets_the_values_of_every_other(topology: tuple[int, int], mo
     for found in World(*topology).all(gathered):
         assert found == [[[1.0], [2.0], [3.0], [4.0]]] * 2
     assert decode.call_count == 4 * 2
+
+
+@pytest.mark.parametrize("columns", [(range(9),), (range(2, 9),), (range(3), range(5, 8))], ids=str)
+def test_rows_of_fsdp2_are_updated_in_columns_of_trained_parameters_alone(columns: Any) -> None:
+    def exchanged(rank: SimulatedRank) -> torch.Tensor:
+        rows, link = torch.zeros(3, 9, dtype=BF16), rank.hierarchy(None).flat
+        new_row = torch.full((9,), 1.0 + rank.number, dtype=BF16)
+        sources = [LosslessRows(columns, rows, rank.number, lambda: new_row)]
+        for post in posts(sources, link, link, device=rows.device, traffic=rank.traffic):
+            post().wait()
+        return rows
+
+    wanted = torch.zeros(3, 9)
+    for column in itertools.chain(*columns):
+        wanted[:, column] = torch.tensor([1.0, 2.0, 3.0])
+    for rows in World(3, 1).all(exchanged):
+        assert torch.equal(rows.float(), wanted)
 
 
 @pytest.mark.parametrize("lost", [0.0, 1.0])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_quant.runtime.telemetry import json_line
 from ds_quant.tools import plot
 from ds_quant.tools.cli import main
-from ds_quant.zero.telemetry import json_line
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'ds_quant[bench]'")
 
@@ -21,7 +21,7 @@ def record(step: int, **changes: float) -> str:
         "gradients/inter/bytes": 1e6, "gradients/inter/saved": 0.75, "gradients/inter/error": 1e-2,
         "seconds/encode": 0.1, "seconds/wait": 0.6, "seconds/decode": 0.1, "resyncs": 0,
     }  # fmt: skip
-    return json_line(step, 8 * step, values | changes)
+    return json_line({"step": step, "samples": 8 * step}, values | changes)
 
 
 def write(folder: Path, *lines: str) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ds_quant.zero import report
+from ds_quant.runtime.figures import saved_bytes
 from ds_quant.zero.plugin import Plugin, SchemeState
 from tests.world import World
 
@@ -67,8 +66,7 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     found = made.received_in_full_precision()["gradients"]
     own = made.received_by_formula(made.comm_volume())
     steps = {role: {at: 3 * n for at, n in links.items()} for role, links in own.items()}
-    made.traffic = SimpleNamespace(received=steps)
-    saved = report._saved(made, made.comm_volume())["gradients"]
+    saved = saved_bytes(steps, own, made.received_in_full_precision())["gradients"]
     for at in ("inter", "intra"):
         assert saved[at] == pytest.approx(3 * (found[at] - own["gradients"][at]))
     crossings = 1 if cross == "step" else 2

@@ -21,6 +21,7 @@ from ds_quant.comm import traffic as meter_module
 from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
 from ds_quant.comm.traffic import Meter, Tally, Traffic, normalised
 from ds_quant.config.schema import MetricsConfig
+from ds_quant.runtime import log
 from ds_quant.zero import telemetry
 from ds_quant.zero.telemetry import PREFIX, Telemetry
 
@@ -211,7 +212,7 @@ def test_a_record_begins_on_a_line_of_its_own_after_a_torn_one(
 ) -> None:
     """A disk that is full in the middle of a record and freed later; then a killed job's file."""
     file, (_, hard) = tmp_path / "lines", resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(telemetry.log, "log_here", lambda message: None)
+    monkeypatch.setattr(log, "log_here", lambda message: None)
     for step in range(6):
         full = step == 3  # the second record
         resource.setrlimit(

@@ -1,0 +1,28 @@
+"""Notices of the start-up line: weights that a scheme would compress, but not on these nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_quant.fsdp2.front import Front
+
+
+def weights_in_full(front: Front) -> list[str]:
+    """Return why weights are sent in full precision although the scheme compresses them."""
+    scheme, routes = front.scheme, front.routes
+    if scheme.weights is None and not scheme.lossless:
+        return []
+    dtypes = {sharded.dtype for sharded in front.sharded_modules}
+    full = [dtype for dtype in dtypes if routes.weights(dtype=dtype).is_full_precision]
+    if full and front.topology.nodes == 1:
+        return [
+            "weights are sent in full precision: this scheme compresses them between nodes only, "
+            'and there is one node; use scheme "qsdp"'
+        ]
+    if scheme.lossless and not all(map(scheme.sends_lossless, dtypes)):
+        return [
+            "fp32 weights are sent in full precision: lossless differences take 16 bits; give "
+            "MixedPrecisionPolicy param_dtype=torch.bfloat16"
+        ]
+    return []

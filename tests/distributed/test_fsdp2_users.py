@@ -1,0 +1,111 @@
+"""What users of FSDP2 read: the start-up line, the report and the metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import ds_quant
+from ds_quant import fsdp2
+from ds_quant.runtime.handshake import StartError
+from tests.distributed.harness import on_ranks, scratch
+from tests.distributed.models import heard
+from tests.distributed.test_fsdp2 import new_model, sharded, train
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+NUMEL = sum(parameter.numel() for parameter in new_model().parameters())
+
+
+def attached(block: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer, Any]:
+    model = sharded(new_model(), mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    block = {"node_size": 2, "min_numel": 512, **block}
+    return model, optimizer, fsdp2.attach(model, block, optimizer=optimizer)
+
+
+@on_ranks(4)
+def test_the_start_up_line_names_what_stays_and_what_it_takes() -> None:
+    model, optimizer, front = attached({"scheme": "eden4", "exclude": ["uneven.*"]})
+    # Five biases and the head of one row are small.
+    assert ", 6 small tensors, 1 excluded unquantized (86.5 % of bytes); " in front.line
+    assert re.search(r"keeps 1\.0\d B/param \(\S+ GB\) more on every rank", front.line)
+    assert re.search(r"buffering them takes 2\.\d\d B/param", front.line)
+    assert re.search(r"; extra memory: up to \S+ GB", front.line)
+    assert "advised here" not in front.line
+    train(model, optimizer, steps=2, micro_steps=3)
+    report = ds_quant.report(model)
+    assert report["expected_kept_bytes"] == pytest.approx(report["kept_bytes"], rel=0.06)
+    assert report["expected_peak_bytes"] > 0 and report["lossless_bits"] is None
+    assert report["expected_most_bytes_per_param"] == report["expected_bytes_per_param"]
+    # In full precision a rank receives a quarter of what crosses between the nodes.
+    sent_once = report["received_bytes"]["gradients"]["inter"]
+    saved = report["saved_bytes"]["gradients"]["inter"]
+    assert (sent_once + saved) / 2 == pytest.approx(2 * NUMEL / 4, rel=0.1)
+    assert saved > 0 and report["saved_bytes"]["weights"]["inter"] > 0
+
+
+@on_ranks(2)
+def test_modules_that_are_wrapped_together_are_served_once() -> None:
+    """As accelerate and torchtitan wrap the last norm and the head."""
+    model = new_model()
+    fully_shard([model.uneven, model.head])
+    model = fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    block = {"scheme": "sdp4bit", "node_size": 1, "min_numel": 512, "allow_full_replica": True}
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+    assert len(front.sharded_modules) == len(front.node_shards) == 2
+    assert front.comm_volume().numel == NUMEL
+    losses = train(model, optimizer, steps=4)
+    assert losses[-1] < losses[0]
+
+
+@on_ranks(2)
+def test_patterns_that_match_nothing_and_better_schemes_are_named() -> None:
+    said = heard("log_rank0")
+    _, _, front = attached({"scheme": "qsdp", "exclude": ["haed.*"], "node_size": 1})
+    assert "advised here" not in front.line, "one rank per node would keep a full replica"
+    if torch.distributed.get_rank() == 0:
+        assert any('"haed.*" matches no parameter' in line for line in said)
+    _, _, front = attached({"scheme": "full_precision"})
+    assert "nothing quantized" in front.line
+
+
+@on_ranks(4)
+def test_metrics_are_written_every_interval_by_rank_0() -> None:
+    file = scratch() / "metrics.jsonl"
+    metrics = {"interval": 2, "file": str(file)}
+    model, optimizer, front = attached({"scheme": "eden4", "metrics": metrics})
+    train(model, optimizer, steps=2)
+    before = {role: dict(hops) for role, hops in front.traffic.received.items()}
+    train(model, optimizer, steps=2)
+    torch.distributed.barrier()
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    if torch.distributed.get_rank() == 0:
+        for role, hops in front.traffic.received.items():
+            for hop, nbytes in hops.items():
+                assert lines[1][f"{role}/{hop}/bytes"] == (nbytes - before[role][hop]) / 2
+    line = lines[1]
+    assert all(line[f"seconds/{name}"] > 0 for name in ("encode", "wait", "decode"))
+    assert 4 < line["weights/inter/bits"] < 6 and line["weights/intra/bits"] >= 16
+    assert 8 < line["gradients/intra/bits"] < 10 and 4 < line["gradients/inter/bits"] < 6
+    assert 0 < line["weights/inter/error"] < 1e-3 and line["weights/intra/error"] == 0
+    assert 0 < line["gradients/intra/error"] < 1e-3 < line["gradients/inter/error"] < 5e-2
+    assert 0.5 < line["weights/inter/saved"] < 1 and 0.5 < line["gradients/inter/saved"] < 1
+    assert not front.traffic.meter.is_open
+
+
+@on_ranks(2)
+def test_a_file_that_cannot_be_written_stops_the_start_on_all_ranks() -> None:
+    metrics = {"file": str(scratch() / "nowhere" / "metrics.jsonl")}
+    with pytest.raises(StartError, match="metrics.file=.*No such file"):
+        attached({"scheme": "qsdp", "metrics": metrics})
+    model, optimizer, front = attached({"scheme": "qsdp", "metrics": metrics | {"interval": 0}})
+    assert front.telemetry is None
+    train(model, optimizer, steps=1)
+    assert not front.traffic.meter.is_open

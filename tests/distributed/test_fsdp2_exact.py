@@ -48,7 +48,7 @@ def trained(
 @pytest.mark.parametrize(
     ("world", "micro_steps", "steps"), thinned(CASES, lambda *case: case[-1] < 60)
 )
-@on_ranks(timeout=300)
+@on_ranks(timeout=600)
 def test_nothing_quantized_trains_as_fsdp2_alone(world: int, micro_steps: int, steps: int) -> None:
     """Bit for bit on two ranks; on two nodes of two, sums have another order."""
     plain_losses, plain = trained(None, micro_steps, steps)

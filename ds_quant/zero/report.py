@@ -36,7 +36,7 @@ def figures(plugin: Plugin) -> dict[str, Any]:
         "received_bytes": {role: dict(links) for role, links in traffic.received.items()},
         "saved_bytes": _saved(plugin, comm_volume),
         "collectives": dict(traffic.collectives),
-        "not_counted": ["gradients"] if plugin.stock_gradients else [],
+        "not_counted": ["gradients"] if plugin.stock_gradients_reason else [],
         "gathers": plugin.gathers,
         "full_precision_share": comm_volume.full_precision_share,
         "expected_bytes_per_param": comm_volume.step_bytes(stage, micro_steps=micro_steps),

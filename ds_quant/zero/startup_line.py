@@ -136,7 +136,7 @@ def _advised(plugin: Plugin) -> list[str]:
     lossy = plugin.scheme.gradients is not None and block.scheme in preset_groups()[""]
     if topology.nodes == 1 or not lossy or block.scheme in choosing.candidates(place):
         return []
-    best = choosing.tuned(place)[-1]
+    best = choosing.autotune_candidates(place)[-1]
     own = plugin.comm_volume()
     advised = plugin.comm_volume(parse_block({"scheme": best}).to_scheme())
     micro_steps = plugin.engine.gradient_accumulation_steps()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -67,20 +68,35 @@ def attach(
     config.validate_world(world)
     rank = dist.get_rank()
     device = next(iter(model.parameters())).device
+    has_replicas = dist.get_world_size(group) < world
+    must = {"front": "fsdp2", "torch": torch.__version__.partition("+")[0]}
+    if has_replicas:
+        must["parameters"] = _digest(model)
     node_size = handshake(
         config=config,
-        must={"front": "fsdp2", "torch": torch.__version__.partition("+")[0]},
+        must=must,
         kernels=dispatch.describe(device, config.backend),
         rank=rank,
         world=world,
     )
-    topology = Topology(world=world, node_size=config.node_size or node_size)
+    if has_replicas:
+        topology = Topology(world=world, node_size=dist.get_world_size(group))
+    else:
+        topology = Topology(world=world, node_size=config.node_size or node_size)
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     refusals.refuse_full_replica(
         config, world=world, node_size=topology.node_size, model_bytes=model_bytes
     )
     groups = _level_groups(topology, device) if 1 < topology.node_size < world else ()
-    front = Front(model, config.to_scheme(), topology, [group, *groups], device)
+    process_groups = [None if has_replicas else group, *groups]
+    front = Front(
+        model, config.to_scheme(), topology, process_groups, device, has_replicas=has_replicas
+    )
+    if has_replicas and node_size < topology.node_size:
+        front.notices.append(
+            f"a replica spans hosts of {node_size} ranks, between which weights are sent in every "
+            f"forward and backward: shard over {node_size} ranks"
+        )
     if world > 1:
         front.connect()
         _follow(front, optimizer)
@@ -133,11 +149,13 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
         ConfigError: naming each setting, its value, what is allowed and the way out.
     """
     problems = []
+    ranks = dist.get_process_group_ranks(group)
+    has_replicas = len(ranks) < world
     if config.scheme == AUTOTUNE:
         problems.append(
             f'{KEY}.scheme="{AUTOTUNE}": allowed under FSDP2: a preset, see docs/choosing.md'
         )
-    elif config.weights.exactly_differ:
+    elif config.weights.exactly_differ and not has_replicas:
         problems.append(
             f"{KEY}.weights.lossless=true: allowed under FSDP2: false; "
             '"hybrid" is the scheme with exact weights there'
@@ -153,14 +171,40 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
         problems.append(
             f"{KEY}.metrics.file: allowed under FSDP2: null; ds_quant.report(model) counts bytes"
         )
-    if dist.get_world_size(group) != world:
-        problems.append(
-            f"the mesh of fully_shard has {dist.get_world_size(group)} of {world} ranks: "
-            "allowed: all of them, in one dimension"
-        )
+    if has_replicas:
+        problems += _problems_of_replicas(config, ranks, world)
     if problems:
         raise ConfigError(*problems)
     config.validate_stage(STAGE)
+
+
+def _problems_of_replicas(
+    config: QuantizedCommConfig, ranks: list[int], world: int
+) -> Iterator[str]:
+    """Yield the problems of a replica that is sharded over ``ranks``, fewer than all."""
+    size = len(ranks)
+    if size == 1:
+        yield (
+            "the mesh of fully_shard has one rank: allowed: several, of one node, which share a "
+            "replica; or all ranks"
+        )
+    elif world % size or ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
+        yield (
+            f"the mesh of fully_shard has ranks {ranks} of {world}: allowed: consecutive ranks, as "
+            f'init_device_mesh(device, ({world // size}, {size}), mesh_dim_names=("replica", '
+            '"shard")) makes them'
+        )
+    if config.node_size not in (None, size):
+        yield (
+            f"{KEY}.node_size={config.node_size}: allowed with replicas of {size} ranks: {size}; "
+            "leave it out"
+        )
+
+
+def _digest(model: nn.Module) -> str:
+    """Return the number of parameters, and a checksum of their names, shapes and training."""
+    listed = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
+    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})"
 
 
 def _level_groups(topology: Topology, device: torch.device) -> tuple[Any, Any]:

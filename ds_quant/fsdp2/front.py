@@ -29,6 +29,8 @@ from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
+from ds_quant.runtime import log
+from ds_quant.runtime.copies import brought_back, differing_ranks, replicas_differ
 from ds_quant.runtime.message_error import end_of_run
 from ds_quant.runtime.param import Param
 
@@ -49,14 +51,21 @@ class Front:
         topology: Topology,
         process_groups: Sequence[Any],
         device: torch.device,
+        *,
+        has_replicas: bool = False,
     ) -> None:
         # - What is sent, and where
         self.model = model
         self.scheme = scheme
         self.topology = topology
         self.device = device
+        self.replicas = topology.nodes if has_replicas else 1
         self.routes = Routes(
-            scheme=scheme, stage=STAGE, nodes=topology.nodes, node_size=topology.node_size
+            scheme=scheme,
+            stage=STAGE,
+            nodes=topology.nodes,
+            node_size=topology.node_size,
+            replicas=has_replicas,
         )
 
         # - Communicators
@@ -65,6 +74,10 @@ class Front:
         self.buffers = Buffers()
         communicators = [self._communicator(group) for group in process_groups]
         self.hierarchy = HierarchicalCommunicator(*communicators)
+        # The ranks among which a parameter is sharded.
+        self.shards = self.hierarchy
+        if has_replicas:
+            self.shards = HierarchicalCommunicator(communicators[1])
         self.route = self._route()
         self._gradient_sums: dict[
             tuple[tuple[Segment, ...], tuple[GradientSpec, ...], float], GradientSums
@@ -78,7 +91,7 @@ class Front:
 
         # - Parameters and collectives
         self.params = _records(model, self.routes)
-        self.sharded_modules = sharded_modules(model, self.params, self.hierarchy.size)
+        self.sharded_modules = sharded_modules(model, self.params, self.shards.size)
         self.node_shards: list[NodeShard] = []
         self.reductions: list[QuantizedReduceScatter] = []
 
@@ -89,6 +102,7 @@ class Front:
             if self.routes.keeps_shard:
                 node_shard = NodeShard(self, sharded)
                 self.node_shards.append(node_shard)
+            sharded.reduce_between_nodes()
             reduction = QuantizedReduceScatter(self, sharded)
             self.reductions.append(reduction)
             sharded.module.set_custom_all_gather(QuantizedAllGather(self, sharded, node_shard))
@@ -137,9 +151,9 @@ class Front:
             raise RuntimeError(
                 f"quantized_comm: the optimizer steps while gradients of {len(waiting)} module(s), "
                 f"such as {waiting[0]}, are summed inside their nodes only: call "
-                "model.set_is_last_backward(True) before the last backward of a step, in which "
-                "every module needs a gradient; or set quantized_comm.gradients.cross="
-                '"micro_step"'
+                "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
+                "called it, before the last backward of a step, in which every module needs a "
+                'gradient; or set quantized_comm.gradients.cross="micro_step"'
             )
         if self.scheme.block.payload_checksum:
             self._check_messages()
@@ -151,6 +165,7 @@ class Front:
             reduction.after_step()
         for node_shard in self.node_shards:
             node_shard.after_step()
+        self._compare_copies()
 
     def discard_gradients(self) -> None:
         """Forget partial sums of an accumulation that was abandoned."""
@@ -193,6 +208,7 @@ class Front:
             ranks=self.topology.world,
             node_size=self.topology.node_size,
             gradient_dtype=self.gradient_dtype,
+            replicas=self.replicas > 1,
         )
 
     @property
@@ -240,6 +256,39 @@ class Front:
             )
             divisor *= communicator.size
         return tuple(hops)
+
+    def _compare_copies(self) -> None:
+        """Compare the weights that several nodes hold, every ``checksum_steps`` optimizer steps.
+
+        Replicas are compared after the first step, too: they may have begun with other weights.
+
+        Raises:
+            RuntimeError: on all ranks, if replicas differ.
+        """
+        every = self.scheme.block.checksum_steps
+        begins = self.replicas > 1 and self.step == 1
+        if not every or (self.step % every and not begins):
+            return
+        if self.replicas > 1:
+            held = [shard for sharded in self.sharded_modules for shard in sharded.shards()]
+        else:
+            held = [node_shard.rows() for node_shard in self.node_shards]
+        if not held:
+            return
+        local = self.hierarchy.rank % self.topology.node_size
+        differing = differing_ranks(
+            [(local, held)],
+            self.hierarchy.flat,
+            self.device,
+            step=self.step,
+            check_messages=self._check_messages,
+        )
+        if not differing:
+            return
+        if self.replicas > 1:
+            raise replicas_differ(self.step, differing)
+        log.log_rank0(brought_back(self.step, differing, "model"))
+        self.resync()
 
     def _check_messages(self) -> None:
         """End the run on all ranks if any of them received a corrupted message."""

@@ -50,6 +50,11 @@ class NodeShard:
         """Bytes of the rows on this rank."""
         return self._rows.nbytes
 
+    def rows(self) -> Tensor:
+        """Return the rows of this rank, with the weights of the last step."""
+        self._finish_exchange()
+        return self._rows
+
     def refill(self) -> None:
         """Fill the rows exactly. A collective."""
         self._finish_exchange()

@@ -20,12 +20,18 @@ def start_line(front: Front) -> str:
     topology = front.topology
     dtype = front.gradient_dtype
     plain = stock_bytes(STAGE, dtype, gathers=volume.gathers, trained=volume.trained)
+    layout = "FSDP2"
+    nodes = "x"
+    if front.replicas > 1:
+        plain = 2 * dtype.itemsize * volume.trained  # an all-reduce
+        layout = "FSDP2 with replicas"
+        nodes = "replicas of"
     inside = volume.intra_bytes(STAGE)
     between = " between nodes" if inside else ""
     parts = [
-        f"{front.scheme.name} on FSDP2, volume {volume.step_bytes(STAGE):.2f} "
+        f"{front.scheme.name} on {layout}, volume {volume.step_bytes(STAGE):.2f} "
         f"B/param/step{between} ({CAST_NAMES.get(dtype, 'fp32')} {plain:.2f})",
-        f"{topology.nodes} x {topology.node_size} ranks",
+        f"{topology.nodes} {nodes} {topology.node_size} ranks",
         dispatch.describe(front.device, front.scheme.block.backend),
     ]
     if topology.world == 1:
@@ -38,10 +44,14 @@ def start_line(front: Front) -> str:
     if front.node_shards:
         kept = sum(node_shard.nbytes for node_shard in front.node_shards)
         parts.append(f"keeps {kept / 1e9:.3g} GB more on every rank")
+    if front.replicas > 1:
+        is_exact = front.routes.weights().is_full_precision
+        parts.append("weights stay in the node" + (", exact" if is_exact else ""))
     if front.defers_inter_node:
+        declare = "set_requires_all_reduce" if front.replicas > 1 else "set_is_last_backward"
         parts.append(
             "gradients are sent between nodes in every backward that is not declared otherwise by "
-            "set_is_last_backward(False)"
+            f"{declare}(False)"
         )
     if front.scheme.block.warmup_steps:
         parts.append(f"from step {front.scheme.block.warmup_steps} on")
@@ -58,6 +68,7 @@ def figures(front: Front) -> dict[str, Any]:
         "scheme": front.scheme.name,
         "world": front.topology.world,
         "node_size": front.topology.node_size,
+        "replicas": front.replicas,
         "params": volume.numel,
         "steps": front.step,
         "received_bytes": {role: dict(hops) for role, hops in front.traffic.received.items()},

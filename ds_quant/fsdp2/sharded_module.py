@@ -6,19 +6,27 @@ The only module that names internals of torch.distributed.fsdp.
 parameters that it gathers and reduces together. A collective of FSDP2 moves one *row* per rank: the
 shards of all these parameters, end to end. A shard is a chunk of dim 0, padded to the length of the
 largest one; the padding is never encoded.
+
+[Note: replicas] With a mesh of replicas and shards (HSDP) FSDP2 all-reduces the reduced gradients
+itself, in a call that nothing replaces. It does so where the record of the mesh says that there are
+replicas. So that record is replaced by one of the shards alone, and the custom reduce-scatter
+returns gradients that are summed over the replicas, too. Placements of the parameters stay as they
+are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from ds_quant.config.errors import KEY
 from ds_quant.runtime.param import Param
@@ -33,6 +41,7 @@ class ShardedModule:
     """One module that ``fully_shard`` was called on, as this rank sees it.
 
     params: its parameters, in the order of a row. members: FSDP2's records of them.
+    group: FSDP2's record of the module's parameters.
     widths: elements of a padded shard, by parameter.
     lengths: elements of every rank's shard without padding, by parameter.
     dtype: of the gathered weights. gradient_dtype: in which FSDP2 reduces gradients.
@@ -42,6 +51,7 @@ class ShardedModule:
     name: str
     params: Sequence[Param]
     members: Sequence[Any]
+    group: Any
     widths: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -56,6 +66,46 @@ class ShardedModule:
     def row_numel(self) -> int:
         """Elements of a row, padding included."""
         return sum(self.widths)
+
+    def trained(self) -> tuple[bool, ...]:
+        """Return for every parameter True if it is trained now; FSDP2 reduces no others."""
+        return tuple([member.sharded_param.requires_grad for member in self.members])
+
+    def part(self, kept: Sequence[bool]) -> ShardedModule:
+        """Return the same with some of the parameters, whose rows are shorter."""
+        return replace(
+            self,
+            params=list(compress(self.params, kept)),
+            members=list(compress(self.members, kept)),
+            widths=tuple(compress(self.widths, kept)),
+            lengths=tuple(compress(self.lengths, kept)),
+        )
+
+    @property
+    def crosses(self) -> bool:
+        """True unless the user has called ``set_requires_all_reduce(False)``."""
+        return bool(self.group.all_reduce_grads)
+
+    @property
+    def divide_factor(self) -> float | None:
+        """The user's ``set_gradient_divide_factor``."""
+        factor: float | None = self.group.gradient_divide_factor
+        return factor
+
+    def reduce_between_nodes(self) -> None:
+        """Keep FSDP2 from all-reducing gradients over replicas: see [Note: replicas]."""
+        replicated = self.group.mesh_info
+        if not isinstance(replicated, HSDPMeshInfo):
+            return
+        sharded = FSDPMeshInfo(
+            replicated.mesh,
+            shard_mesh_dim=replicated.shard_mesh_dim,
+            dp_mesh_dims=replicated.dp_mesh_dims,
+            spmd_mesh=replicated.spmd_mesh,
+        )
+        self.group.mesh_info = sharded
+        if self.group.post_forward_mesh_info is replicated:
+            self.group.post_forward_mesh_info = sharded
 
     def shards(self) -> list[Tensor]:
         """Return this rank's shards, padded and flat, in their own dtype."""
@@ -92,6 +142,7 @@ def sharded_modules(
                     name=name,
                     params=records,
                     members=members,
+                    group=group,
                     widths=tuple([member.padded_sharded_param_size.numel() for member in members]),
                     lengths=tuple([_lengths(member, ranks) for member in members]),
                     dtype=dtype,
@@ -107,19 +158,32 @@ def root_state(model: nn.Module) -> Any:
 
 
 def shard_group(model: nn.Module) -> Any:
-    """Return the process group over which the root is sharded.
+    """Return the process group over which all modules are sharded.
 
     Raises:
-        UnsupportedModel: the model is no FSDPModule, or its mesh has replicas.
+        UnsupportedModel: the model holds no FSDPModule, or modules have other meshes.
     """
+    found: list[tuple[Any, list[int]]] = []  # process group and its ranks
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            for group in _param_groups(name, module):
-                return group._all_gather_process_group
-    raise UnsupportedModel(
-        f"{type(model).__name__} holds no module that fully_shard was called on: call fully_shard "
-        "before ds_quant.fsdp2.attach"
-    )
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _param_groups(name, module):
+            process_group = group.mesh_info.shard_process_group
+            ranks = dist.get_process_group_ranks(process_group)
+            found.append((process_group, ranks))
+            first_ranks = found[0][1]
+            if ranks != first_ranks:
+                raise _unsupported(
+                    name,
+                    f"a mesh of ranks {ranks}, and another module one of ranks {first_ranks}",
+                    "give fully_shard one mesh",
+                )
+    if not found:
+        raise UnsupportedModel(
+            f"{type(model).__name__} holds no module that fully_shard was called on: call "
+            "fully_shard before ds_quant.fsdp2.attach"
+        )
+    return found[0][0]
 
 
 def _param_groups(name: str, module: FSDPModule) -> Iterator[Any]:
@@ -132,12 +196,11 @@ def _param_groups(name: str, module: FSDPModule) -> Iterator[Any]:
             "give fully_shard one mesh",
         )
     for group in groups:
-        if group._is_hsdp:
+        if not isinstance(group.mesh_info, FSDPMeshInfo):
             raise _unsupported(
                 name,
-                "a mesh with replicas (HSDP)",
-                "shard over a mesh of one dimension: the block sends gradients and weights between "
-                "nodes once per optimizer step, and optimizer states are sharded over all ranks",
+                "a mesh that shards nothing",
+                "give fully_shard a mesh of one dimension, or of replicas and shards",
             )
         yield group
 

@@ -50,7 +50,7 @@ class WeightCodecs:
         front, dtype = self._front, self._sharded.dtype
         return [
             param.bound_codec(
-                param.weight_codecs(dtype, rank=front.hierarchy.rank)[self._hop], dtype, front.step
+                param.weight_codecs(dtype, rank=front.shards.rank)[self._hop], dtype, front.step
             )
             for param in self._sharded.params
         ]

@@ -77,18 +77,18 @@ class QuantizedAllGather(AllGather):
         return None
 
     def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Pending[Any]:
-        hierarchy = self._front.hierarchy
+        shards = self._front.shards
         bound_codecs, message = self._weight_codecs.of_step(self._plan)
-        return message.gather(hierarchy, [input_tensor], bound_codecs, lambda: [output_tensor])
+        return message.gather(shards, [input_tensor], bound_codecs, lambda: [output_tensor])
 
     def _plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
-        hierarchy = self._front.hierarchy
+        shards = self._front.shards
         return _row_message(
             tuple([bound.codec for bound in bound_codecs]),
             self._sharded.widths,
             self._sharded.lengths,
-            hierarchy.rank,
-            hierarchy.node_size,
+            shards.rank,
+            shards.node_size,
         )
 
 

@@ -223,12 +223,14 @@ def comm_volume(
     gradient_dtype: torch.dtype,
     node_size: int | None = None,
     stock_gradients: bool = False,
+    replicas: bool = False,
     gathers: float = 2.0,
 ) -> CommVolume:
     """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
 
     node_size: ranks per node, None for one node.
     stock_gradients: True if gradients take DeepSpeed's own full-precision all-reduce.
+    replicas: True if every node holds a replica, see ``Routes``.
     gathers: gathers of every element in a micro-step, under ZeRO-3.
     """
     node_size = node_size or ranks
@@ -238,6 +240,7 @@ def comm_volume(
         nodes=ranks // node_size,
         node_size=node_size,
         stock_gradients=stock_gradients,
+        replicas=replicas,
     )
     totals = _Totals()
     kept: Counter[str] = Counter()
@@ -347,7 +350,8 @@ def _add_gradients(
         else:
             totals.gradients += nbytes
         return
-    for hop in route.hops:
+    hops = route.hops if route.returned is None else (*route.hops, route.returned)
+    for hop in hops:
         nbytes = _hop_bytes(routes, route, hop, numel, dtype)
         if hop.level == "intra":
             totals.gradients_intra += nbytes

@@ -77,12 +77,15 @@ class Route:
     flips: 0 for no sign flips, 1 for the same signs on all ranks, OWN_SIGNS for signs of every
         sender of the last hop.
     delivery: of gradients under ZeRO-1 and 2, sends sums to an owner that did not add them up.
+    returned: of gradients with a replica in every node, sends the sums back to all nodes, rotated
+        anew.
     """
 
     hops: tuple[Hop, ...]
     rotation: Rotation | None = None
     flips: int = 0
     delivery: Hop | None = None
+    returned: Hop | None = None
 
     @property
     def is_full_precision(self) -> bool:
@@ -100,6 +103,8 @@ class Routes:
     """The routes of one run.
 
     stock_gradients: True if gradients take DeepSpeed's own collective.
+    replicas: True if every node holds a replica of the model, sharded over its ranks (HSDP): no
+        weights are sent between nodes, and all nodes get the sums of gradients.
     """
 
     scheme: Scheme
@@ -107,6 +112,7 @@ class Routes:
     nodes: int
     node_size: int
     stock_gradients: bool = False
+    replicas: bool = False
 
     @property
     def ranks(self) -> int:
@@ -120,7 +126,8 @@ class Routes:
     @property
     def keeps_shard(self) -> bool:
         """Return True if every node keeps a copy of the weights, split over its ranks."""
-        return self.stage == 3 and self.scheme.block.keeps_node_shard and self.nodes > 1
+        keeps = self.stage == 3 and self.scheme.block.keeps_node_shard
+        return keeps and self.nodes > 1 and not self.replicas
 
     def weights(
         self,
@@ -145,9 +152,12 @@ class Routes:
         if self.keeps_shard and full_world:
             return self._node_shard_weights(outer_codec, inner_codec, dtype, trained)
         per = weights_per(self.stage)
+        one_node: Level = "intra" if self.replicas else "flat"
         if self.stage == 3 and self.scheme.block.keeps_node_shard:
             # One node: gather with the intra codec, as from a node shard.
-            return Route(hops=(Hop(level="flat", codec=inner_codec, per=per, inner=True),))
+            return Route(hops=(Hop(level=one_node, codec=inner_codec, per=per, inner=True),))
+        if self.replicas:
+            return Route(hops=(Hop(level=one_node, codec=outer_codec, per=per),))
         difference = self.scheme.difference and outer_codec is not None
         # Lossless differences need a reference, which ZeRO-1 and 2 keep.
         lossless = self._is_lossless(dtype) and self.stage < 3
@@ -224,14 +234,18 @@ class Routes:
         else:
             hops = (self._flat_gradients(outer_codec, inner_codec),)
         delivery = self._delivery(hops[-1])
+        returned = None
+        if self.replicas:
+            returned = Hop(level="inter", codec=returned_codec(outer_codec), per=hops[-1].per)
         block = 0 if outer_codec is None else self.scheme.block.gradients.rotation
         if not block:
-            return Route(hops=hops, delivery=delivery)
+            return Route(hops=hops, delivery=delivery, returned=returned)
         return Route(
             hops=hops,
             rotation=Rotation(block=block),
             flips=self._flips(),
             delivery=delivery,
+            returned=returned,
         )
 
     def _two_level_gradients(
@@ -294,6 +308,16 @@ def delivery_codec(codec: Codec | None) -> Codec | None:
     if codec.is_gaussian:
         return replace(codec, bits=8, range="absmax", rounding="stochastic")
     return replace(codec, bits=8)
+
+
+def returned_codec(codec: Codec | None) -> Codec | None:
+    """Return the codec of sums on their way back to all nodes.
+
+    It has at least 4 bits, because its error is not averaged over nodes.
+    """
+    if not isinstance(codec, GroupCodec):
+        return codec
+    return replace(codec, bits=max(codec.bits, 4))
 
 
 def weights_per(stage: int) -> Per:

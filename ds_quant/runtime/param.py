@@ -27,7 +27,9 @@ from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.route import Hop, Route, Routes
 from ds_quant.policy.scheme import Scheme
 
-_SIGNS = 99  # hop number of the sign flips of a rotation, in random keys
+# Hop numbers in random keys: the sign flips of a rotation, and sums on their way back to all nodes.
+_SIGNS = 99
+_RETURNED, _RETURNED_SIGNS = 97, 98
 
 
 # ---- codecs ----
@@ -203,6 +205,26 @@ class Param:
         if key not in self._gradients:
             self._gradients[key] = self._make_gradient_codecs(dtype, rank, hops)
         return self._gradients[key]
+
+    def returned_codecs(self, dtype: torch.dtype, *, rank: int) -> GradientCodecs:
+        """Return the codec with which ``rank`` sends sums back to all nodes, as one hop.
+
+        Its rotation has other signs than that of the reduction, so that the errors of the two are
+        independent.
+        """
+        route = self.routes.gradients(quantized=self.is_quantized(dtype))
+        assert route.returned is not None  # with a replica in every node
+        codec = route.returned.codec
+        if codec is None:
+            return full_precision_gradient(dtype, 1)
+        rotation = route.rotation
+        if rotation is not None and route.flips:
+            signs = Address(self._rank_key(Role.GRADIENTS, 0, _RETURNED_SIGNS), 0)
+            rotation = Rotation(block=rotation.block, signs=signs)
+        block = 0 if rotation is None else rotation.block
+        spec = GradientSpec((codec,), block, int(bool(route.flips)))
+        hop_codec = HopCodec(codec, self._key(Role.GRADIENTS, codec, rank, _RETURNED))
+        return GradientCodecs((hop_codec,), spec, rotation)
 
     def _weight_codec(self, hop: Hop, rank: int | None) -> HopCodec | None:
         if hop.codec is None:

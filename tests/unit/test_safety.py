@@ -10,8 +10,7 @@ import torch
 
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.runtime import log
-from ds_quant.zero import drift
-from ds_quant.zero.drift import checksum
+from ds_quant.runtime.copies import checksum, outvoted
 from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.fallback import Fallback, first_nonfinite
 from ds_quant.zero.first_step import judge_first_step
@@ -30,11 +29,11 @@ def test_checksums_see_every_bit_and_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "outvoted"),
+    ("versions", "expected"),
     [({"a": [0, 1, 2]}, []), ({"a": [0, 2], "b": [1]}, [1]), ({"a": [0], "b": [1]}, [0, 1])],
 )
-def test_holders_of_the_rarer_version_are_outvoted(versions: dict, outvoted: list[int]) -> None:
-    assert sorted(drift._outvoted(versions)) == outvoted
+def test_holders_of_the_rarer_version_are_outvoted(versions: dict, expected: list[int]) -> None:
+    assert sorted(outvoted(versions)) == expected
 
 
 def test_what_was_written_is_found_bit_by_bit() -> None:

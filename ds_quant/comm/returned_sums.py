@@ -1,0 +1,140 @@
+"""Send sums of gradients back to all nodes, the second half of an all-reduce between them.
+
+[Note: equal bits] A rank that has made a sum encodes it, and all nodes decode the same bytes, its
+own node too. So all replicas get gradients of equal bits, whatever the codec. Values are rotated
+anew: the signs of the reduction would make the errors of both halves depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT, BoundCodec, Rotation
+from ds_quant.codec.codec import Codec
+from ds_quant.comm.message import pack, unpack
+from ds_quant.comm.reduction_plan import GradientSpec
+from ds_quant.comm.slots import lay_out
+from ds_quant.comm.transport import Communicator
+from ds_quant.kernels.batch import Encode, Sum, Task
+from ds_quant.kernels.dispatch import Operations, RngState
+from ds_quant.kernels.wire import round_up
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one gradient, summed by one node.
+
+    node: index of the node whose rank has the sum.
+    gradient: index of its spec and codec.
+    numel: elements.
+    first: its first element in the gradient, by which random bits are addressed.
+    source: its first element in the sums of that rank.
+    into: its first element in the result, on all nodes.
+    """
+
+    node: int
+    gradient: int
+    numel: int
+    first: int
+    source: int
+    into: int
+
+
+class ReturnedSums:
+    """An all-gather of encoded sums between nodes, planned once. See [Note: equal bits].
+
+    pieces: of all nodes, in the order of a message.
+    specs: of every gradient, with the one codec of this hop.
+    communicator: the ranks of all nodes that share the result.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        specs: Sequence[GradientSpec],
+        communicator: Communicator,
+    ) -> None:
+        self._communicator = communicator
+        pieces = sorted(pieces, key=lambda piece: piece.node)  # stable
+        rows = [list(row) for _, row in groupby(pieces, key=lambda piece: piece.node)]
+        layouts = [lay_out(_size(piece, specs) for piece in row) for row in rows]
+        self._nbytes = max(nbytes for _, nbytes in layouts)
+        encode: list[Task] = []
+        decode: list[Task] = []
+        for row, (slots, _) in zip(rows, layouts, strict=True):
+            for piece, slot in zip(row, slots, strict=True):
+                if piece.numel == 0:
+                    continue
+                spec = specs[piece.gradient]
+                if piece.node == communicator.rank:
+                    encode.append(_encode_task(piece, spec, slot))
+                decode.append(_decode_task(piece, spec, piece.node * self._nbytes + slot))
+        self._encode = Operations(encode)
+        self._decode = Operations(decode)
+
+    def send(
+        self,
+        sums: Tensor,
+        output: Tensor,
+        bound_codecs: Sequence[BoundCodec],
+        rotations: Sequence[Rotation | None],
+    ) -> None:
+        """Fill ``output`` with the sums of all nodes, equal bits on all of them.
+
+        sums: (elements,) fp32, those that this rank has made.
+        output: (elements,) of the dtype of the result.
+        bound_codecs, rotations: per gradient; the addresses are this rank's own.
+        """
+        communicator = self._communicator
+        if self._nbytes == 0:  # shards without elements
+            return
+        rng_state = RngState(bound_codecs, rotations)
+        wire = pack(communicator, "gradients", self._nbytes, self._encode, [sums], rng_state)
+        received = communicator.all_gather(wire, role="gradients").wait()
+        buffers = [received, output, sums]
+        unpack(communicator, "gradients", self._decode, buffers, rng_state)
+
+
+def _size(piece: Piece, specs: Sequence[GradientSpec]) -> tuple[Codec, int]:
+    """Return the codec of a piece and its elements on the wire."""
+    spec = specs[piece.gradient]
+    return spec.codecs[0], round_up(piece.numel, spec.block or 1)
+
+
+# Buffers of the operations: the message; the sums when encoding, the result when decoding.
+_WIRE, _VALUES, _UNUSED = 0, 1, 2
+
+
+def _encode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
+    """Plan the encoding of a piece into the message, from byte ``slot`` on."""
+    operation = Encode(
+        spec.codecs[0],
+        piece.numel,
+        values=_VALUES,
+        wire=_WIRE,
+        stream=piece.gradient,
+        block=spec.block,
+        flips=bool(spec.flips),
+    )
+    return operation, (piece.source, slot, VECTORS_PER_ELEMENT * piece.first)
+
+
+def _decode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
+    """Plan the decoding of a piece from the received rows, from byte ``slot`` on."""
+    operation = Sum(
+        spec.codecs[0],
+        piece.numel,
+        wire_in=_WIRE,
+        values=_VALUES,
+        stream=piece.gradient,
+        sources=1,
+        stride=0,
+        place=None,
+        own=_UNUSED,
+        block=spec.block,
+        flips=spec.flips,
+    )
+    return operation, (slot, piece.into, 0)

@@ -1,0 +1,121 @@
+"""Compare copies of weights between the ranks that hold them, by checksums.
+
+All ranks exchange the checksums of all copies, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_quant.comm.transport import Communicator
+
+_ROW = 4096  # elements of equal weight in the position-dependent sum
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+Copies = Iterable[tuple[int, Iterable[Tensor]]]
+
+
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """Return (2,) int64: the sum of all bit patterns, and one that depends on their order.
+
+    Both wrap around.
+    """
+    plain = torch.zeros((), dtype=torch.int64)
+    ordered = torch.zeros((), dtype=torch.int64)
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1)
+        bits = bits.view(_BITS.get(bits.element_size(), torch.uint8))
+        in_rows = bits.numel() // _ROW * _ROW
+        rows = bits[:in_rows].view(-1, _ROW).sum(1, dtype=torch.int64)
+        rows = torch.cat([rows, bits[in_rows:].to(torch.int64)])
+        plain = plain.to(bits.device) + rows.sum()
+        positions = torch.arange(1, rows.numel() + 1, device=bits.device)
+        ordered = ordered.to(bits.device) * 1_000_003 + (rows * positions).sum()
+    return torch.stack([plain, ordered])
+
+
+def differing_ranks(
+    copies: Copies,
+    communicator: Communicator,
+    device: torch.device,
+    *,
+    step: int,
+    check_messages: Callable[[], None],
+) -> list[int]:
+    """Return the ranks whose checksum differs from that of most holders of the same weights.
+
+    copies: (owner, tensors) of every copy that this rank holds, as many on all ranks. Copies of
+        equal place and owner are the same weights.
+    communicator: all ranks.
+    step: for the error.
+    check_messages: raises an error that names sender and receiver, if messages carry checksums.
+
+    Raises:
+        RuntimeError: on all ranks, if they have received different checksums: some would refill
+            their copies, others would not.
+    """
+    sums = [torch.cat([torch.tensor([owner]), checksum(held).cpu()]) for owner, held in copies]
+    own = torch.stack(sums).to(device)  # (copies, 3) int64
+    received = communicator.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
+    if not _arrived_alike(received, communicator):
+        check_messages()
+        raise RuntimeError(
+            f"quantized_comm: step {step}: ranks have received different checksums of the "
+            "weights that they keep, so a message was changed on its way. Look for faulty memory "
+            "or a faulty network, and resume from the last checkpoint; "
+            "quantized_comm.payload_checksum=true names sender and receiver of such a message"
+        )
+    by_rank = received.view(torch.int64).view(communicator.size, len(sums), 3).tolist()
+    # (index of the copy, owner) -> checksum -> ranks that hold it
+    holders: dict[tuple[int, int], dict[tuple[int, ...], list[int]]] = {}
+    for rank, rows in enumerate(by_rank):
+        for index, (owner, *totals) in enumerate(rows):
+            versions = holders.setdefault((index, owner), {})
+            versions.setdefault(tuple(totals), []).append(rank)
+    differing: set[int] = set()
+    for versions in holders.values():
+        differing.update(outvoted(versions))
+    return sorted(differing)
+
+
+def _arrived_alike(received: Tensor, communicator: Communicator) -> bool:
+    """Return True on all ranks if all of them have received the same. A collective."""
+    own = checksum([received.view(torch.int64)])
+    least = communicator.least(torch.cat([own, ~own])).tolist()
+    return least[:2] == [~total for total in least[2:]]
+
+
+def outvoted(versions: dict[tuple[int, ...], list[int]]) -> list[int]:
+    """Return the holders of any version but the most frequent one; all holders if two tie.
+
+    versions: checksum -> ranks that hold it.
+    """
+    sizes = sorted((len(ranks) for ranks in versions.values()), reverse=True)
+    has_majority = len(sizes) == 1 or sizes[0] > sizes[1]
+    ranks_outvoted: list[int] = []
+    for ranks in versions.values():
+        if not has_majority or len(ranks) != sizes[0]:
+            ranks_outvoted += ranks
+    return ranks_outvoted
+
+
+def brought_back(step: int, ranks: Sequence[int], model: str) -> str:
+    """Return the log line of copies that are refilled. model: argument of ``resync``."""
+    return (
+        f"quantized_comm: step {step}: the weights that rank(s) {ranks} keep differ from "
+        "those of the other holders; all are brought back exactly. Something writes weights "
+        f"outside the optimizer: call ds_quant.resync({model}) after it"
+    )
+
+
+def replicas_differ(step: int, ranks: Sequence[int]) -> RuntimeError:
+    """Return the error of replicas that should hold equal weights; no rank knows the right ones."""
+    return RuntimeError(
+        f"quantized_comm: step {step}: the weights of rank(s) {ranks} differ from those of the "
+        "other replicas, so these train models of their own. Begin with the same weights on all "
+        "nodes (the same seed or checkpoint), write weights on all nodes alike, or look for faulty "
+        "memory; then resume from the last checkpoint"
+    )

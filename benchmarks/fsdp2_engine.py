@@ -62,10 +62,13 @@ class FSDP2Engine:
             self.global_steps += 1
 
     def finish_messages(self) -> None:
-        """Wait for weights that are still being sent between nodes."""
-        if self.front is not None:
-            for node_shard in self.front.node_shards:
-                node_shard._finish_exchange()
+        """Wait for weights that are still being sent between nodes. Gathers inside nodes do."""
+        if self.front is None or not self.front.node_shards:
+            return
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
 
 
 def build(model: GPT, config: dict[str, Any], *, nodes: int) -> FSDP2Engine:

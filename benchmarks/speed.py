@@ -126,7 +126,10 @@ def nodes_and_ranks(topology: str) -> tuple[int, int]:
 
 
 def is_measured(scheme: str, stage: int, ranks: int) -> bool:
-    """Return True if a point has a scheme: hpZ and FSDP2 shard weights, hpZ and HSDP in nodes."""
+    """Return True if a scheme fits a point.
+
+    FSDP2 and hpZ shard weights, as stage 3 does. hpZ and HSDP need nodes of several ranks.
+    """
     first = scheme.partition(":")[0]
     if first in ("deepspeed_hpz", "fsdp2_hsdp"):
         return stage == 3 and ranks > 1

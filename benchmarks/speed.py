@@ -13,8 +13,12 @@ full_precision   the same collectives as the quantized schemes
 deepspeed_plain  DeepSpeed as shipped. Its reduce-scatter over gloo sends twice the necessary bytes;
                  that part of a speed-up is not due to the plugin
 deepspeed_hpz    the same with hpZ
-fsdp2_hsdp       torch's hybrid sharding: gradients cross between nodes in the last micro-step.
-                 Every node has all weights and optimizer states
+fsdp2            FSDP2 as shipped, sharded over all ranks. The same holds for its reduce-scatter
+fsdp2_hsdp       FSDP2 as shipped, sharded inside nodes: gradients cross between nodes in the last
+                 micro-step. Every node has all weights and optimizer states
+
+fsdp2:SCHEME and fsdp2_hsdp:SCHEME are the same with the plugin; other schemes run under DeepSpeed.
+Over gloo FSDP2 waits for every collective.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ import sections
 from lab import Lab, LabError, Loopback, obstacle, remove
 from schemes import parse_schemes, with_overrides
 
-BASELINE = "full_precision"
-RIVALS = ("deepspeed_plain", "deepspeed_hpz", "fsdp2_hsdp")
+DEFAULT_BASELINE = "full_precision"
+MESHES = {"fsdp2": "flat", "fsdp2_hsdp": "hsdp"}  # of FSDP2, by the first word of a scheme
+RIVALS = ("deepspeed_plain", "deepspeed_hpz", *MESHES)
 QUICK = {"stages": [3], "topologies": ["2x2"], "rates": [50.0, 400.0], "blocks": 3}
 
 
@@ -72,8 +77,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--schemes",
         nargs="+",
         default=["full_precision", "qsdp", "zeropp", "sdp4bit", "deepspeed_plain"],
-        help="names, with keys of the block as in qsdp:payload_checksum=true",
+        help="names, with keys of the block as in qsdp:payload_checksum=true; with FSDP2 as in "
+        "fsdp2:qsdp",
     )
+    add("--baseline", default=DEFAULT_BASELINE, help="the scheme that others are compared with")
     for name, (default, meaning) in PLANNED.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default, help=meaning)
     add("--accumulation", type=int, default=1, help="micro-steps of an optimizer step")
@@ -118,8 +125,24 @@ def nodes_and_ranks(topology: str) -> tuple[int, int]:
     return int(nodes), int(ranks)
 
 
+def is_measured(scheme: str, stage: int, ranks: int) -> bool:
+    """Return True if a scheme fits a point.
+
+    FSDP2 and hpZ shard weights, as stage 3 does. hpZ and HSDP need nodes of several ranks.
+    """
+    first = scheme.partition(":")[0]
+    if first in ("deepspeed_hpz", "fsdp2_hsdp"):
+        return stage == 3 and ranks > 1
+    if first == "fsdp2":
+        return stage == 3
+    return True
+
+
 def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the ds_config.json of an engine. Schemes differ in the block and in hpZ only."""
+    """Return the ds_config.json of an engine. Schemes differ in the block and in hpZ only.
+
+    FSDP2 takes the key "fsdp2", the batch, the optimizer and the block from it.
+    """
     default_bucket = 2_000_000 if stage == 3 else 500_000_000
     zero: dict[str, Any] = {
         "stage": stage,
@@ -138,12 +161,13 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
         "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
+    first, _, under_fsdp2 = scheme.partition(":")
+    if first in MESHES:
+        config["fsdp2"] = MESHES[first]
     if scheme == "deepspeed_hpz":
         zero["zero_hpz_partition_size"] = ranks
-    elif scheme == "fsdp2_hsdp":
-        config["fsdp2"] = True
-    elif scheme not in RIVALS:
-        (entry,) = parse_schemes(scheme)
+    if scheme not in RIVALS:
+        (entry,) = parse_schemes(under_fsdp2 if first in MESHES else scheme)
         block = {
             "scheme": entry.name,
             "node_size": ranks,
@@ -159,9 +183,12 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
     nodes, ranks = nodes_and_ranks(topology)
     folder = args.out / f"zero{stage}_{topology}"
     folder.mkdir(parents=True, exist_ok=True)
-    schemes = args.schemes
-    if stage < 3 or ranks == 1:  # no weights are sharded inside a node
-        schemes = [scheme for scheme in schemes if scheme not in RIVALS[1:]]
+    schemes = [scheme for scheme in args.schemes if is_measured(scheme, stage, ranks)]
+    if args.baseline not in schemes:
+        raise LabError(
+            f"--baseline {args.baseline}: ZeRO-{stage} with {topology} ranks measures "
+            f"{', '.join(schemes)}: take one of these"
+        )
     plan = {
         "stage": stage,
         "topology": topology,
@@ -233,7 +260,9 @@ def _wait(processes: Sequence[subprocess.Popen], timeout: float, log: Path, bloc
             time.sleep(0.5)
 
 
-def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any]]:
+def summary(
+    result: dict[str, Any], *, max_foreign: float, baseline: str = DEFAULT_BASELINE
+) -> list[dict[str, Any]]:
     """Return per rate and scheme the median step, bytes, and the speed-up over the baseline.
 
     Speed-ups compare the same block of both schemes; their median, least and largest are returned.
@@ -248,7 +277,7 @@ def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any
             if block["rate"] == rate:
                 by_scheme.setdefault(block["scheme"], {})[block["block"]] = block
         for scheme, blocks in by_scheme.items():
-            base = by_scheme[BASELINE]
+            base = by_scheme[baseline]
             base_bytes = median(block["interface_bytes"] for block in base.values())
             clean = {
                 index: block
@@ -280,6 +309,7 @@ def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw step time and speed-up against link rate for every point, with the bound by bytes."""
     points = result["points"]
+    baseline = baseline_of(result)
     from ds_quant.config.presets import RENAMED
     from ds_quant.tools import plot_style
 
@@ -296,19 +326,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
         colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shaped))
         rates = sorted({row["rate"] for row in shaped})
         if len(rates) == 1:
-            _bars(times, ratios, shaped, colors)
+            _bars(times, ratios, shaped, colors, baseline)
             link = f"{rates[0]:g} Mbit/s" if rates[0] else "not shaped"
             times.set(title=f"{point['title']}, {link}", xlabel="seconds per step")
             ratios.set(xlabel="speed-up (whisker: spread, dotted: bytes allow)")
             continue
         for scheme, color in colors.items():
             rows_of_scheme = [row for row in shaped if row["scheme"] == scheme]
-            _curves(times, ratios, rows_of_scheme, scheme, color)
+            _curves(times, ratios, rows_of_scheme, color, baseline)
         title = point["title"]
         ours = [row for row in shaped if row["scheme"] not in RIVALS]
         if ours:
             best = max(ours, key=itemgetter("speedup"))
-            title += f"\n{best['scheme']} is up to {best['speedup']:.1f}x as fast as {BASELINE}"
+            title += f"\n{best['scheme']} is up to {best['speedup']:.1f}x as fast as {baseline}"
         times.set(title=title, xscale="log", yscale="log", ylabel="seconds per step")
         ratios.set(
             xscale="log",
@@ -325,7 +355,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 _ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
-def _bars(times: Any, ratios: Any, rows: Sequence[dict[str, Any]], colors: dict[str, str]) -> None:
+def _bars(
+    times: Any,
+    ratios: Any,
+    rows: Sequence[dict[str, Any]],
+    colors: dict[str, str],
+    baseline: str,
+) -> None:
     """Draw the schemes of one rate in both panels. The first scheme is on top."""
     from ds_quant.tools import plot_style
 
@@ -341,31 +377,38 @@ def _bars(times: Any, ratios: Any, rows: Sequence[dict[str, Any]], colors: dict[
     for index, row in enumerate(rows):
         spread = [row["speedup_min"], row["speedup_max"]]
         ratios.plot(spread, [index + 0.3, index + 0.3], color="0.2", linewidth=1)
-        if row["scheme"] not in (BASELINE, *RIVALS) and row["rate"]:
+        if row["scheme"] not in (baseline, *RIVALS) and row["rate"]:
             bound = row["bytes_bound"]
             ratios.plot([bound, bound], [index - 0.4, index + 0.4], ":", color="0.2")
 
 
 def _curves(
-    times: Any, ratios: Any, rows: Sequence[dict[str, Any]], scheme: str, color: str
+    times: Any, ratios: Any, rows: Sequence[dict[str, Any]], color: str, baseline: str
 ) -> None:
     """Draw one scheme in both panels."""
+    scheme = rows[0]["scheme"]
     rates = [row["rate"] for row in rows]
     times.plot(rates, [row["seconds"] for row in rows], marker="o", label=scheme, color=color)
     ratios.plot(rates, [row["speedup"] for row in rows], marker="o", label=scheme, color=color)
     low = [row["speedup_min"] for row in rows]
     high = [row["speedup_max"] for row in rows]
     ratios.fill_between(rates, low, high, color=color, alpha=0.15, linewidth=0)
-    if scheme not in (BASELINE, *RIVALS):
+    if scheme not in (baseline, *RIVALS):
         ratios.axhline(rows[0]["bytes_bound"], color=color, linestyle=":", label="_")
 
 
-USUAL = (BASELINE, "qsdp", "zeropp", "sdp4bit", "deepspeed_plain")
+USUAL = (DEFAULT_BASELINE, "qsdp", "zeropp", "sdp4bit", "deepspeed_plain")
+
+
+def baseline_of(result: dict[str, Any]) -> str:
+    """Return the baseline of a result file; earlier files do not name it."""
+    return result["arguments"].get("baseline", DEFAULT_BASELINE)
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:
     """Return heading and body of the page: see sections.py."""
     points = result["points"]
+    baseline = baseline_of(result)
     stages = "/".join(dict.fromkeys(str(point["stage"]) for point in points))
     topologies = "/".join(dict.fromkeys(str(point["topology"]) for point in points))
     rates = [f"{rate:g}" for rate in result["arguments"]["rates"] if rate]
@@ -373,32 +416,41 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     schemes = result["arguments"]["schemes"]
     unusual = "".join(f", {name}" for name in schemes if name not in USUAL)
     heading = f"Step times: ZeRO-{stages}, {topologies} ranks, {links}{unusual}"
-    parts = [f"## {p['title']}\n\n{sections.table(*cells(p['rows']))}" for p in points]
+    parts = [f"## {p['title']}\n\n{sections.table(*cells(p['rows'], baseline))}" for p in points]
+    of_baseline = "in full precision" if baseline == DEFAULT_BASELINE else f"of `{baseline}`"
+    fsdp2_note = ""
+    if any(name.partition(":")[0] in MESHES for name in schemes):
+        fsdp2_note = (
+            " Over gloo FSDP2 waits for every collective:\nnothing overlaps. As shipped its "
+            "reduce-scatter over all ranks sends as many bytes as an\nall-reduce, over gloo only."
+        )
     return heading, (
-        "Seconds of a step in full precision, and speed-ups over it in the same block: median and\n"
+        f"Seconds of a step {of_baseline}, and speed-ups over it in the same block: median and\n"
         f'range of {result["arguments"]["blocks"]} blocks. "bytes allow": by the bytes at the\n'
-        "interfaces.\n\n" + "\n\n".join(parts)
+        f"interfaces.{fsdp2_note}\n\n" + "\n\n".join(parts)
     )
 
 
-def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def cells(
+    rows: Sequence[dict[str, Any]], baseline: str = DEFAULT_BASELINE
+) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the table of a point: a line per rate, a column per scheme."""
     by_rate: dict[float, dict[str, Any]] = {}
     for row in rows:
         by_rate.setdefault(row["rate"], {})[row["scheme"]] = row
     first = next(iter(by_rate.values()))
-    names = [name for name in first if name != BASELINE]
+    names = [name for name in first if name != baseline]
     lines = []
     for rate, by_scheme in by_rate.items():
         link = f"{rate:g} Mbit/s" if rate else "not shaped"
         speed_ups = [_speed_up(by_scheme[name]) for name in names]
-        lines.append([link, f"{by_scheme[BASELINE]['seconds']:.3f}", *speed_ups])
+        lines.append([link, f"{by_scheme[baseline]['seconds']:.3f}", *speed_ups])
     lines.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
     last = by_rate[rows[-1]["rate"]]
-    if "loss" in last[BASELINE]:
-        losses = [f"{last[name]['loss']:.4f}" for name in (BASELINE, *names)]
+    if "loss" in last[baseline]:
+        losses = [f"{last[name]['loss']:.4f}" for name in (baseline, *names)]
         lines.append(["loss of the last step", *losses])
-    return ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)], lines
+    return ["link", f"`{baseline}`, s", *(f"`{name}`" for name in names)], lines
 
 
 def _speed_up(row: dict[str, Any]) -> str:
@@ -423,9 +475,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stage, topology in itertools.product(args.stages, args.topologies):
             print(f"ZeRO-{stage}, {topology}: {args.out}/zero{stage}_{topology}/log.txt")
             result = run_point(stage, topology, args)
-            rows = summary(result, max_foreign=args.max_foreign)
+            rows = summary(result, max_foreign=args.max_foreign, baseline=args.baseline)
             title = f"ZeRO-{stage}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
-            report.show(*cells(rows), title)
+            report.show(*cells(rows, args.baseline), title)
             points.append(
                 {
                     "title": title,

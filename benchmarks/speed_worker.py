@@ -14,58 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import fsdp2_engine
 import lab
 import torch
 from deepspeed import comm as dist
+from fsdp2_engine import FSDP2Engine
 from gpt import GPT, VOCABULARY, Block, GPTConfig
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ds_quant
-
-
-class FSDP2:
-    """torch's own hybrid sharding with the interface of a DeepSpeed engine.
-
-    Weights are gathered and gradients reduced in bf16, between nodes in the last micro-step only.
-    """
-
-    def __init__(self, model: GPT, config: dict[str, Any], nodes: int) -> None:
-        mesh = init_device_mesh(
-            "cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard")
-        )
-        # The model computes in fp32, as under the other engines: see gpt.py.
-        precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
-        )
-        for block in list(model.modules()):
-            if isinstance(block, Block):
-                fully_shard(block, mesh=mesh, mp_policy=precision)
-        self.module = model
-        self._sharded = fully_shard(model, mesh=mesh, mp_policy=precision)  # the same object
-        self.global_steps = 0
-        self._micro_steps = 0
-        self._accumulation = config["gradient_accumulation_steps"]
-        rate = config["optimizer"]["params"]["lr"]
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._accumulation
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        self._sharded.set_requires_all_reduce(self._micro_steps == self._accumulation - 1)
-        return self.module(*inputs)
-
-    def backward(self, loss: Tensor) -> None:
-        (loss / self._accumulation).backward()
-
-    def step(self) -> None:
-        self._micro_steps = (self._micro_steps + 1) % self._accumulation
-        if self._micro_steps == 0:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            self.global_steps += 1
 
 
 def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
@@ -81,7 +37,7 @@ def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
         )
     )
     if "fsdp2" in config:
-        return FSDP2(model, config, plan["nodes"])
+        return fsdp2_engine.build(model, config, nodes=plan["nodes"])
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
@@ -110,11 +66,19 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
             engine.step()
     dist.barrier()
     seconds = time.perf_counter() - start
+    finish_messages(engine)  # they would slow down the next engine
+    return seconds, total(loss.item()) / dist.get_world_size()
+
+
+def finish_messages(engine: Any) -> None:
+    """Wait for weights that are still being sent between nodes."""
+    if isinstance(engine, FSDP2Engine):
+        engine.finish_messages()
+        return
     plugin = getattr(engine, "ds_quant_plugin", None)
     node_shard = getattr(plugin, "node", None)
     if node_shard is not None:
-        node_shard.finish()  # its messages would slow down the next engine
-    return seconds, total(loss.item()) / dist.get_world_size()
+        node_shard.finish()
 
 
 def busy_seconds() -> float:
@@ -171,7 +135,7 @@ def counted_bytes(engine: Any) -> int:
 
 def report_of(engine: Any) -> dict[str, Any] | None:
     """Return the plugin's report, None without a plugin."""
-    return None if isinstance(engine, FSDP2) else ds_quant.report(engine)
+    return ds_quant.report(engine.module if isinstance(engine, FSDP2Engine) else engine)
 
 
 def main() -> None:

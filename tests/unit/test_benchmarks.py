@@ -70,6 +70,8 @@ def test_speed_ups_pair_neighbouring_blocks_and_leave_out_disturbed_ones() -> No
     assert (exact["speedup"], exact["bytes_bound"], exact["interface_bytes"]) == (1, 1, 6)
     assert (ours["speedup_min"], ours["speedup"], ours["speedup_max"]) == (3, 3.5, 4)
     assert (ours["seconds"], ours["bytes_bound"], ours["clean_blocks"]) == (1.5, 6, 2)
+    exact, ours = speed.summary(result, max_foreign=0.25, baseline="sdp4bit")
+    assert (exact["speedup"], ours["speedup"]) == (1 / 3, 1)
 
 
 def test_engines_differ_in_their_block_only() -> None:
@@ -86,6 +88,31 @@ def test_engines_differ_in_their_block_only() -> None:
     assert plain["zero_optimization"]["stage3_max_reuse_distance"] == 0, "released after forward"
 
 
+def test_fsdp2_runs_as_shipped_and_with_the_block_of_a_scheme() -> None:
+    args = speed.parse_args([])
+    block = speed.config_of("sdp4bit", 3, 2, args)["quantized_comm"]
+    plain = speed.config_of("deepspeed_plain", 3, 2, args)
+    assert speed.config_of("fsdp2", 3, 2, args) == plain | {"fsdp2": "flat"}
+    assert speed.config_of("fsdp2_hsdp", 3, 2, args) == plain | {"fsdp2": "hsdp"}
+    ours = speed.config_of("fsdp2:sdp4bit", 3, 2, args)
+    assert ours == plain | {"fsdp2": "flat", "quantized_comm": block}
+    keyed = speed.config_of("fsdp2_hsdp:sdp4bit:gradients.bits=3", 3, 2, args)
+    assert keyed["fsdp2"] == "hsdp"
+    assert keyed["quantized_comm"] == block | {"gradients": {"bits": 3}}
+
+
+def test_points_leave_out_schemes_that_they_cannot_have(tmp_path: Path) -> None:
+    labels = ["sdp4bit", "deepspeed_hpz", "fsdp2:sdp4bit", "fsdp2_hsdp", "fsdp2_hsdp:sdp4bit"]
+    measured = {
+        point: [label for label in labels if speed.is_measured(label, *point)]
+        for point in ((3, 2), (3, 1), (2, 2))
+    }
+    assert measured == {(3, 2): labels, (3, 1): ["sdp4bit", "fsdp2:sdp4bit"], (2, 2): ["sdp4bit"]}
+    flags = ["--schemes", "sdp4bit", "fsdp2", "--baseline", "fsdp2", "--out", str(tmp_path)]
+    with pytest.raises(speed.LabError, match="--baseline fsdp2: ZeRO-2 with 2x2 ranks measures sd"):
+        speed.run_point(2, "2x2", speed.parse_args(flags))
+
+
 MODEL = ["--layers", "1", "--width", "64", "--heads", "2", "--seq-len", "16", "--batch", "1"]
 
 
@@ -96,12 +123,12 @@ def test_without_a_lab_one_point_over_loopback(
     monkeypatch.setattr(speed, "obstacle", lambda: "needs root")
     flags = ["--stages", "3", "--topologies", "2x1", "--blocks", "1", "--warmup", "1"]
     argv = [*flags, *MODEL, "--out", str(tmp_path)]
-    argv += ["--schemes", "full_precision", "qsdp", "deepspeed_plain"]
+    argv += ["--schemes", "full_precision", "qsdp", "fsdp2:qsdp", "fsdp2", "deepspeed_plain"]
     assert speed.main(argv) == 0
     assert "warning: no network lab: needs root" in " ".join(capsys.readouterr().out.split())
     (point,) = json.loads((tmp_path / "speed.json").read_text("utf-8"))["points"]
-    assert [row["scheme"] for row in point["rows"]] == ["full_precision", "qsdp"]
-    exact, ours = point["rows"]
+    assert [row["scheme"] for row in point["rows"]] == ["full_precision", "qsdp", "fsdp2:qsdp"]
+    exact, ours, _ = point["rows"]
     assert exact["rate"] == 0 and ours["interface_bytes"] == ours["counted_bytes"]
     assert 1.7 < ours["bytes_bound"] < 2
     assert "| not shaped | " in (tmp_path / "speed.md").read_text("utf-8")

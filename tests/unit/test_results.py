@@ -18,9 +18,9 @@ from ds_quant.policy import cost
 from ds_quant.policy.model import block_param_specs
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
+PAGES = ("README.md", "docs/results.md", "docs/choosing.md", "docs/fsdp2.md")
 QUOTED = Path(__file__).parent / "golden" / "quoted.yaml"
-README, RESULTS, CHOOSING = ((ROOT / page).read_text("utf-8") for page in PAGES)
+README, RESULTS, CHOOSING, FSDP2 = ((ROOT / page).read_text("utf-8") for page in PAGES)
 
 
 class Keys(dict):
@@ -111,6 +111,33 @@ def test_losses_by_setting_are_those_of_the_result_files() -> None:
             assert cells == [of_file.get(label, "") for of_file in found], name
     sizes = [result(f"convergence{name}").parameters for name in ("", "_larger", "_3m")]
     assert [round(numel / 1e6, 2) for numel in sizes] == [0.14, 0.48, 3.3]
+
+
+FSDP2_FILES = {  # by link in Mbit/s and micro-steps
+    ("10", "1"): "speed_fsdp2_2x2_cpu",
+    ("50", "1"): "speed_fsdp2_2x2_cpu",
+    ("200", "1"): "speed_fsdp2_2x2_cpu",
+    ("10", "8"): "speed_fsdp2_accumulation_slow_2x2_cpu",
+    ("50", "8"): "speed_fsdp2_accumulation_2x2_cpu",
+    ("200", "8"): "speed_fsdp2_accumulation_2x2_cpu",
+}
+
+
+def test_speed_ups_under_fsdp2_are_those_of_the_result_files() -> None:
+    header, *rows = table(FSDP2, "| Mbit/s, k |")
+    schemes = [cell.strip("`") for cell in header[1:]]
+    assert {tuple(link.split(", ")) for link, *_ in rows} == set(FSDP2_FILES)
+    for link, *cells in rows:
+        rate, k = link.split(", ")
+        found = result(FSDP2_FILES[rate, k])
+        assert found.arguments.accumulation == int(k)
+        assert found.arguments.baseline == "fsdp2_hsdp"
+        by_scheme = {
+            row.scheme: f"{row.speedup:.2f} ({row.speedup_min:.2f}-{row.speedup_max:.2f})"
+            for row in found.points[0].rows
+            if row.rate == int(rate)
+        }
+        assert cells == [by_scheme.get(scheme, "") for scheme in schemes], link
 
 
 def gaps(name: str, *, digits: int = 3) -> dict[str, str]:

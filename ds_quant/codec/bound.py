@@ -31,10 +31,11 @@ _RUN = 1 << 22  # elements
 
 
 class BoundCodec(NamedTuple):
-    """Codec of one tensor in one collective, with all that this use of it needs.
+    """Codec of one tensor in one collective.
 
-    ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
-    to the values it holds, instead of the values themselves; needs a GroupCodec.
+    address: of the random bits; None if the codec takes none.
+    levels: the learned table, if there is one.
+    difference: True if receivers add the decoded values to those they hold; needs a GroupCodec.
     """
 
     codec: Codec
@@ -43,7 +44,7 @@ class BoundCodec(NamedTuple):
     difference: bool = False
 
     def at(self, start: int) -> BoundCodec:
-        """Return the coding of the elements from ``start`` on, which have their own random bits.
+        """Return the bound codec of the elements from ``start`` on, with random bits of their own.
 
         n elements, filled up to whole rotation blocks of at most 128, use at most 16 n vectors: so
         16 vectors per element keep the streams of disjoint runs apart.
@@ -94,7 +95,10 @@ class BoundCodec(NamedTuple):
 
 @cache
 def full_precision(dtype: torch.dtype, *, tight: bool = False) -> BoundCodec:
-    """Return the coding that sends values of `dtype` unchanged; ``tight``: as a small tensor."""
+    """Return the bound codec that sends values of ``dtype`` unchanged.
+
+    tight: it sends a small tensor, see [Note: small tensors] of comm/small_tensors.py.
+    """
     return BoundCodec(codec=CastCodec(dtype, tight))
 
 

@@ -133,7 +133,7 @@ class MessageError(NamedTuple):
     problem: str
 
 
-Describe = Callable[[Sequence[int]], str]
+Describe = Callable[[Sequence[int]], str]  # numbers of a message -> its problem
 
 
 class _Note(NamedTuple):
@@ -148,8 +148,8 @@ class _Note(NamedTuple):
 class MessageErrors:
     """Collects messages that cannot be used. See [Note: when errors are read].
 
-    at_once: callback that reports immediately (synchronizes); for inference engines, which never
-        step.
+    at_once: called with an error as soon as it is noted, and raises. It waits for the device in
+        every message. None except in inference engines, which never step.
     """
 
     def __init__(self) -> None:
@@ -160,8 +160,10 @@ class MessageErrors:
     def note(self, role: str, senders: Sequence[int], outcomes: Tensor, describe: Describe) -> None:
         """Note the outcomes of messages of one role, one message of each sender.
 
-        outcomes: (senders, numbers) bool or int32 on the device, all 0 for a usable message.
-        describe: returns a sentence about the numbers of an unusable one.
+        senders: global ranks.
+        outcomes: (senders, numbers) bool or int32 on the device. The numbers of a usable message
+            are all 0; others tell its problem.
+        describe: returns the sentence about the numbers of a message, see ``MessageError.problem``.
         """
         self._noted.append(_Note(role, senders, outcomes, describe))
         if outcomes.is_cuda:

@@ -20,7 +20,8 @@ class HierarchicalCommunicator:
     flat: all ranks of the group.
     intra: the ranks of this rank's node.
     inter: the ranks of all nodes with this rank's local rank.
-    gradients: carries gradients inside the node; ``intra`` if not given.
+    gradients: carries gradients inside the node; ``intra`` if not given. With two communicators
+        neither role waits for the other, see [Note: gradients inside a node] of zero/world.py.
     node_size: ranks per node.
 
     intra, inter, gradients and node_size are None for a group that lies in one node, has one rank

@@ -2,9 +2,9 @@
 
 message  one row of slots per peer (slots.py), planned once: the slots and the kernels' operations
          follow from sizes alone. A step adds the tensors and the RNG state.
-gather   an all-gather of the same row to all peers, decoded by all of them, see ``Message``
+gather   an all-gather of the same row to all peers, decoded by all of them; ``Message`` plans it
 
-What lies in the node shard of a rank, and its gathers, are in node_rows.py.
+The rows of a node shard, and their gathers, are in node_rows.py.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GatherSlice(NamedTuple):
 
 
 class Message:
-    """A gather of one row of ``nbytes`` from every rank, planned once.
+    """The plan of a gather: one row of ``nbytes`` from every rank. Every step runs it.
 
     slices: of all ranks; rank ``rank`` of ``ranks`` sends its own, all ranks decode all. Indices of
         tensors are those of the lists given to ``gather``.
@@ -109,7 +109,7 @@ class Message:
         rows: list[list[tuple[Codec, int]]] = [[] for _ in range(ranks)]  # by sender
         for item in slices:
             rows[item.peer].append((item.codec, max(item.slot_numel, item.numel)))
-        # Of this rank's row; None: values that are not sent in full precision.
+        # Dtypes in which this rank's row is sent; None stands for encoded values.
         self._dtypes: set[torch.dtype | None] = {
             codec.dtype if isinstance(codec, CastCodec) else None for codec, _ in rows[rank]
         }
@@ -136,7 +136,7 @@ class Message:
         bound_codecs: Sequence[BoundCodec],
         targets: Callable[[], list[Tensor]],
         *,
-        stays: bool = False,
+        values_stay: bool = False,
     ) -> Pending[list[Tensor]]:
         """Begin to gather weights; the result is the tensors of ``targets()``, decoded.
 
@@ -144,13 +144,13 @@ class Message:
         2. Post the all-gather of the rows.
         3. When the result is waited for, allocate ``targets()`` and decode all rows.
 
-        stays: True if no value changes until then. Full-precision values already laid out as the
-            row are then sent without a copy.
+        values_stay: True if no value changes before the result is waited for. Full-precision
+            values already laid out as the row are then sent without a copy.
         """
         if self.nbytes == 0:
             return Pending(targets)
         rng_state = RngState(bound_codecs, [None] * len(bound_codecs))
-        encoded = self._row_in_place(values) if stays else None
+        encoded = self._row_in_place(values) if values_stay else None
         wire = pack(communicator, "weights", self.nbytes, self._encode, values, rng_state, encoded)
         pending = communicator.all_gather(wire, role="weights")
 
@@ -168,7 +168,7 @@ class Message:
         """
         first = values[0]
         if self._dtypes != {first.dtype}:
-            return None  # before each tensor is looked at
+            return None  # checked first, because it needs no look at every tensor
         starts = [tensor.data_ptr() for tensor in values]
         ends = [start + tensor.nbytes for start, tensor in zip(starts, values, strict=True)]
         expected_ends = [*starts[1:], starts[0] + self.nbytes]
@@ -238,7 +238,7 @@ def all_gather(
     message = _shard_message(sizes, communicator.size, communicator.rank, communicator.node_size)
     shapes = [(numel, shard.dtype) for numel, shard in zip(numels, shards, strict=True)]
     targets = partial(new_values, shapes, shards[0].device)
-    return message.gather(communicator, shards, bound_codecs, targets, stays=True)
+    return message.gather(communicator, shards, bound_codecs, targets, values_stay=True)
 
 
 def new_values(

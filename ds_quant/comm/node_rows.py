@@ -32,7 +32,7 @@ from ds_quant.kernels.wire import ALIGNMENT, ceil_div, round_up, shard_range
 
 
 class RowArena:
-    """An arena for tensors that are kept. They lie end to end, so they can be sent without a copy.
+    """Memory for long-lived tensors, end to end, so that they can be sent without a copy.
 
     Tensors are cut out of large blocks, because torch rounds page-locked blocks up to powers of
     two.
@@ -218,7 +218,7 @@ def gather(
     message = _node_message(sizes, intra.size, intra.rank)
     shapes = [(item.numel, item.rows.dtype) for item in node_rows]
     targets = partial(new_values, shapes, rows[0].device)
-    return message.gather(intra, rows, bound_codecs, targets, stays=True)
+    return message.gather(intra, rows, bound_codecs, targets, values_stay=True)
 
 
 @lru_cache(maxsize=1024)

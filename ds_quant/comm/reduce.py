@@ -93,23 +93,24 @@ class Reduction:
         first_hop = 1 if tensors is None else 0
         last_hop = 0 if sums is None else len(plan.hops) - 1
         self._hops = range(first_hop, last_hop + 1)
-        # Running slices, oldest first, with the number of exchanges that they still have to post.
+        # Running slices, oldest first: an iterator that posts one exchange at a time and then
+        # finishes the slice, and the number of exchanges that it has not posted.
         self._running: deque[tuple[Iterator[None], int]] = deque()
         for slice_plan in plan.slices if partial_sums is None else plan.deferred_slices:
-            steps = self._reduce(slice_plan, tensors or ())
-            next(steps)
+            exchanges = self._reduce(slice_plan, tensors or ())
+            next(exchanges)
             self.advance()
             if len(self._running) > 1:
                 self._finish_oldest()
-            self._running.append((steps, len(self._hops) - 1))
+            self._running.append((exchanges, len(self._hops) - 1))
 
     def advance(self) -> None:
         """Post the last exchange of every slice, waiting for those before."""
         for _ in range(len(self._running)):
-            steps, exchanges = self._running.popleft()
-            for _ in range(exchanges):
-                next(steps)
-            self._running.append((steps, 0))
+            exchanges, unposted = self._running.popleft()
+            for _ in range(unposted):
+                next(exchanges)
+            self._running.append((exchanges, 0))
 
     def wait(self) -> None:
         """Return when every slice is done.
@@ -127,8 +128,8 @@ class Reduction:
             then()
 
     def _finish_oldest(self) -> None:
-        steps, _ = self._running.popleft()
-        for _ in steps:
+        exchanges, _ = self._running.popleft()
+        for _ in exchanges:
             pass
 
     def _reduce(self, plan: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -140,6 +141,9 @@ class Reduction:
         3. Wait for it. A deferred reduction adds the messages of its first hop to the partial sums.
 
         After the last hop decode and add up its messages, rotated back and scaled.
+
+        Buffers are in the order of reduction_plan.py: ``all_to_all_output`` is ARRIVED,
+        ``previous_own`` is OWN_BEFORE. The partial sums are read as own contributions.
         """
         if self._partial_sums is not None:
             partial_sums: Tensor | None = self._partial_sums[plan.start : plan.stop]
@@ -153,18 +157,20 @@ class Reduction:
         all_to_all_output = empty
         for depth in self._hops:
             communicator = self._plan.hops[depth].communicator
-            step = plan.steps[depth]
+            slice_hop = plan.hops[depth]
             rng_state = self._rng_states[depth]
             own = empty
-            if step.own:
-                own = communicator.empty(step.own, dtype=torch.float32, device=empty.device)
+            if slice_hop.own_numel:
+                own = communicator.empty(
+                    slice_hop.own_numel, dtype=torch.float32, device=empty.device
+                )
             buffers = [own, all_to_all_output, previous_own, sums, *tensors]
-            tensors = ()
+            tensors = ()  # only the first hop reads them
             all_to_all_input = pack(
-                communicator, "gradients", sum(step.sent), step.encode, buffers, rng_state
+                communicator, "gradients", sum(slice_hop.sent), slice_hop.encode, buffers, rng_state
             )
             pending = communicator.all_to_all(
-                all_to_all_input, sent=step.sent, received=step.received, role="gradients"
+                all_to_all_input, sent=slice_hop.sent, received=slice_hop.received, role="gradients"
             )
             del buffers, all_to_all_input  # free for the next slice
             yield
@@ -176,7 +182,8 @@ class Reduction:
                 all_to_all_output = empty
         if self._sums is not None:
             buffers = [empty, empty, all_to_all_output, previous_own, sums]
-            unpack(communicator, "gradients", plan.total, buffers, rng_state)
+            # Of the last hop: ``communicator`` and ``rng_state``.
+            unpack(communicator, "gradients", plan.final_sums, buffers, rng_state)
 
     def _accumulate(
         self, plan: SlicePlan, all_to_all_output: Tensor, own: Tensor, partial_sums: Tensor
@@ -191,7 +198,7 @@ class Reduction:
                     partial_sums.numel(), dtype=torch.float32, device=partial_sums.device
                 )
             buffers = [empty, micro_step_sums, all_to_all_output, own, empty]
-            plan.partial.run(buffers, self._rng_states[0], backend=communicator.backend)
+            plan.partial_sums.run(buffers, self._rng_states[0], backend=communicator.backend)
             if not self._fresh:
                 partial_sums.add_(micro_step_sums)
 
@@ -200,27 +207,27 @@ class Reduction:
 
 
 class GradientSums:
-    """The reduction of slices of gradients to their owners, planned once and run in every step.
+    """The reduction of gradient slices to their owners, planned once and run in every step.
 
-    1. Reduce every slice over the hops of ``route``, to its owner or, if ``balanced``, in the
-       pieces of owners.py.
+    1. Reduce every gradient slice over the hops, to its owner or, if ``balanced``, in the pieces of
+       owners.py.
     2. Deliver sums that another rank than the owner has made: encode them, all-to-all over
        ``communicator``, decode them.
 
-    shares: the slices as segments whose reducer is their owner.
+    shares: the gradient slices as segments, whose reducer is their owner.
     specs: of every gradient.
     communicator: the whole group.
     scale: factor of the sums.
     in_place: True if the sums lie at ``total`` of the slices, in a buffer of the caller's.
 
-    own: by index in ``shares``, the first element of the sum of each slice that this rank owns.
+    own: by index in ``shares``, the first element of the sum of each one that this rank owns.
     """
 
     def __init__(
         self,
         shares: Sequence[Segment],
         specs: Sequence[GradientSpec],
-        route: Sequence[ReductionHop],
+        hops: Sequence[ReductionHop],
         communicator: Communicator,
         scale: float,
         *,
@@ -234,14 +241,14 @@ class GradientSums:
             if share.reducer == communicator.rank:
                 self.own[index] = share.total if in_place else self._new_offset(share.numel)
         if balanced:
-            pieces = list(_balanced_pieces(shares, specs, route, communicator.size))
+            pieces = list(_balanced_pieces(shares, specs, hops, communicator.size))
         else:
             pieces = [
                 OwnedPiece(index, 0, share.numel, share.reducer)
                 for index, share in enumerate(shares)
             ]
         segments = [self._segment(shares[piece.part], piece) for piece in pieces]
-        self.plan = ReductionPlan(segments, specs, route, scale=scale)
+        self.plan = ReductionPlan(segments, specs, hops, scale=scale)
         deliveries: list[tuple[Segment, int]] = []  # (sum, owner)
         for segment, piece in zip(segments, pieces, strict=True):
             owner = shares[piece.part].reducer
@@ -299,10 +306,10 @@ class GradientSums:
 def _balanced_pieces(
     shares: Sequence[Segment],
     specs: Sequence[GradientSpec],
-    route: Sequence[ReductionHop],
+    hops: Sequence[ReductionHop],
     ranks: int,
 ) -> Iterator[OwnedPiece]:
-    """Cut the slices by ``owners.plan``; small ones that follow each other are planned as one."""
+    """Cut the shares by ``owners.plan``; small ones that follow each other are planned as one."""
     runs: list[list[int]] = []  # of indices in shares
     ranges: list[OwnedRange] = []  # of every run
     previous = None
@@ -324,7 +331,7 @@ def _balanced_pieces(
             )
         )
         previous = gradient_and_owner
-    node_size = route[0].communicator.size if len(route) > 1 else None
+    node_size = hops[0].communicator.size if len(hops) > 1 else None
     for piece in owners.plan(tuple(ranges), ranks, node_size):
         run_offset = 0
         for index in runs[piece.part]:

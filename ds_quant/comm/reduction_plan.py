@@ -1,7 +1,8 @@
 """Plan a reduction once, from sizes alone; every step then runs it: [Note: two hops] of reduce.py.
 
 segment  consecutive elements of one gradient that one rank sums, its reducer
-slice    part of all segments; one slice crosses between the nodes while the next is inside them
+slice    part of all segments; one slice crosses between the nodes while the next is inside them.
+         The gradient slices of zero/gradients.py are something else: they come in as segments
 hop      one exchange of a reduction, among the ranks of a node or between nodes
 row      the segments bound for one rank of a hop, in one message
 own      contribution that a rank adds as it is, in fp32, without a message
@@ -79,7 +80,7 @@ class ReductionHop:
     communicator: the ranks of the exchange.
     divisor: rank r of the group is bound for index r // divisor % size of the communicator.
     full_precision_own: True if a rank adds its own contribution as it is.
-    slicing: of a reduction whose second of two hops this is.
+    slicing: read from the last of two hops; one hop has one slice.
     """
 
     communicator: Communicator
@@ -181,30 +182,31 @@ def shards_of(tensor: int, numel: int, ranks: int, *, plain: bool, small: bool) 
 WIRE, OWN, ARRIVED, OWN_BEFORE, SUMS, TENSORS = range(6)
 
 
-class Step(NamedTuple):
+class SliceHop(NamedTuple):
     """One hop of one slice.
 
     sent, received: bytes to and from every rank.
     encode: encodes the message and makes the own contributions; on CUDA in the same launch.
-    own: elements of the own contributions.
+    own_numel: elements of the own contributions.
     """
 
     sent: list[int]
     received: list[int]
     encode: Operations
-    own: int
+    own_numel: int
 
 
 class SlicePlan(NamedTuple):
-    """The hops of one slice, and the final sums.
+    """The hops of one slice, and its sums.
 
-    partial: of a deferred reduction, see [Note: partial sums] of reduce.py: adds up the messages of
-        the first hop, still rotated, into elements [start, stop) of the partial sums.
+    final_sums: adds up the messages of the last hop, rotated back and scaled.
+    partial_sums: of a deferred reduction, see [Note: partial sums] of reduce.py: adds up the
+        messages of the first hop, still rotated, into elements [start, stop) of the partial sums.
     """
 
-    steps: list[Step]
-    total: Operations
-    partial: Operations
+    hops: list[SliceHop]
+    final_sums: Operations
+    partial_sums: Operations
     start: int
     stop: int
 
@@ -282,8 +284,9 @@ def _slices(
 class _Compiler:
     """Plans the hops of one slice, one after the other.
 
-    Segments are named by their indices in the slice. An offset is the first element of a segment in
-    a buffer of fp32 values, a slot the first byte of a segment in a row or message.
+    Segments are named by their indices in the slice, hops by their depth, of which the first has 0.
+    An offset is the first element of a segment in a buffer of fp32 values, a slot the first byte of
+    a segment in a row or message.
     """
 
     def __init__(
@@ -316,26 +319,26 @@ class _Compiler:
         partial_start: first element of this slice in the partial sums.
         """
         remaining = list(range(len(self._segments)))  # segments that this rank still adds up
-        steps: list[Step] = []
-        partial: list[Task] = []
+        slice_hops: list[SliceHop] = []
+        partial_sums: list[Task] = []
         partial_numel = 0
         for depth, hop in enumerate(self._hops):
             rows: list[list[int]] = [[] for _ in range(hop.communicator.size)]  # by receiver
             for index in remaining:
                 receiver = hop.receiver_of(self._segments[index].reducer)
                 rows[receiver].append(index)
-            steps.append(self._step(rows, depth))
+            slice_hops.append(self._slice_hop(rows, depth))
             remaining = rows[hop.communicator.rank]
             if deferred and depth == 0:
                 partial_offsets, partial_numel = self._end_to_end(remaining)
                 for index, offset in partial_offsets.items():
-                    partial.append(self._partial_sum(index, 1, offset))
+                    partial_sums.append(self._partial_sum(index, 1, offset))
                 self._partial_offsets = partial_offsets
-        total = [self._final_sum(index) for index in remaining if self._segments[index].numel]
+        final_sums = [self._final_sum(index) for index in remaining if self._segments[index].numel]
         return SlicePlan(
-            steps,
-            total=Operations(total),
-            partial=Operations(partial),
+            slice_hops,
+            final_sums=Operations(final_sums),
+            partial_sums=Operations(partial_sums),
             start=partial_start,
             stop=partial_start + partial_numel,
         )
@@ -349,7 +352,7 @@ class _Compiler:
             end += round_up(self._padded_numels[index], VECTOR_NUMEL)
         return offsets, end
 
-    def _step(self, rows: list[list[int]], depth: int) -> Step:
+    def _slice_hop(self, rows: list[list[int]], depth: int) -> SliceHop:
         """Plan one hop; ``rows``: the segments bound for each rank."""
         hop = self._hops[depth]
         rank = hop.communicator.rank
@@ -374,14 +377,14 @@ class _Compiler:
         elif hop.full_precision_own:
             own_offsets, own_numel = self._end_to_end(own_row)
             for index, offset in own_offsets.items():
-                encode.append(self._own(index, offset, depth))
+                encode.append(self._own_contribution(index, offset, depth))
         slots, self._row_bytes = lay_out(self._size(index, depth) for index in own_row)
         self._slots = dict(zip(own_row, slots, strict=True))
         self._own_offsets = own_offsets
         received = [self._row_bytes] * hop.communicator.size
         if hop.full_precision_own:
             received[rank] = 0
-        return Step(sent, received, Operations(encode), own_numel)
+        return SliceHop(sent, received, Operations(encode), own_numel)
 
     def _size(self, index: int, depth: int) -> tuple[Codec, int]:
         """Return the codec of a segment's slot and its capacity in elements."""
@@ -432,7 +435,7 @@ class _Compiler:
         )
         return recode, (self._slots[index], slot, self._own_offsets.get(index, 0), vector)
 
-    def _own(self, index: int, offset: int, depth: int) -> Task:
+    def _own_contribution(self, index: int, offset: int, depth: int) -> Task:
         """Plan this rank's own contribution: its rotated values, or its sum of the previous hop."""
         segment = self._segments[index]
         spec = self._specs[segment.gradient]

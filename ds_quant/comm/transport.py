@@ -203,7 +203,11 @@ class Communicator:
         return numbers
 
     def _open(self, sizes: Sequence[int], role: str, sealed: Tensor) -> Tensor:
-        """Check and remove the checksums; rank r sent ``sizes[r]`` bytes and a checksum."""
+        """Check and remove the checksums; rank r sent ``sizes[r]`` bytes and a checksum.
+
+        A changed message is noted and used. All ranks end before the optimizer step, see
+        [Note: when errors are read] of checksum.py.
+        """
         payload, changed = unseal(sealed, sizes)
         self.message_errors.note(role, self.ranks, changed.view(-1, 1), describe_changed)
         return payload

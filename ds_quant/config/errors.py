@@ -28,11 +28,11 @@ _UNSUPPORTED = {
     for key in ("levels", "level_steps", "level_rate")
 }
 # Keys that the user's own codec replaces.
-_QUANTIZER = ("bits", "group_size", "range", "rounding", "levels")
+_CODEC_KEYS = ("bits", "group_size", "range", "rounding", "levels")
 # Keys of learned levels.
-_LEVELS = ("level_steps", "level_rate")
+_LEVEL_KEYS = ("level_steps", "level_rate")
 # Keys without effect on lossless weights.
-QUANTIZED = (*_QUANTIZER, *_LEVELS, "codec", "difference")
+UNUSED_BY_LOSSLESS = (*_CODEC_KEYS, *_LEVEL_KEYS, "codec", "difference")
 
 
 class ConfigError(ValueError):
@@ -184,7 +184,7 @@ def _irrelevant_keys(
     settings = getattr(config, role)
     if settings.codec is not None:
         codec = f"{path_of((role, 'codec'))}={show(settings.codec)}"
-        yield _QUANTIZER, f" with {codec}: leave one of them out"
+        yield _CODEC_KEYS, f" with {codec}: leave one of them out"
     if not settings.enabled and "enabled" not in written:
         enabled = f"{path_of((role, 'enabled'))}=false (set by scheme {config.scheme})"
         # "cross" also holds for gradients in full precision.
@@ -196,10 +196,10 @@ def _irrelevant_keys(
         lossless = f"{path_of(('weights', 'lossless'))}=true"
         if "lossless" not in written:
             lossless += f" (set by scheme {config.scheme})"
-        yield QUANTIZED, f" with {lossless}: leave {{key}} out, or set lossless to false"
+        yield UNUSED_BY_LOSSLESS, f" with {lossless}: leave {{key}} out, or set lossless to false"
     elif settings.enabled and settings.levels == "uniform":
         levels = path_of(("weights", "levels"))
-        yield _LEVELS, f' with uniform levels: set {levels} to "learned" or leave {{key}} out'
+        yield _LEVEL_KEYS, f' with uniform levels: set {levels} to "learned" or leave {{key}} out'
 
 
 def _sentence(mistake: Mapping[str, Any], key_schemas: KeySchemas) -> str:

@@ -6,7 +6,8 @@ here. Keys that are unknown, misspelt, contradictory or without effect are refus
 [Note: words of the block] A *role* is what is communicated: weights or gradients. A *scheme* is a
 named set of values for all keys; the user's keys replace its values. A *preset* is a scheme of
 configs/presets.yaml. The *block* is the object as the user writes it; a ``QuantizedCommConfig`` is
-the block over the values of its scheme, checked.
+the block over the values of its scheme, checked. Elsewhere ``block`` also names the config, as in
+``Scheme.block``.
 """
 
 from __future__ import annotations
@@ -415,6 +416,7 @@ class QuantizedCommConfig(Block):
 
     def with_scheme(self, name: str) -> QuantizedCommConfig:
         """Return the settings with scheme ``name`` in place of "autotune"."""
+        # "autotune" has no values of its own: all keys that are set are the user's.
         written = self.model_dump(mode="json", exclude_unset=True)
         return parse_block({**written, "scheme": name})
 

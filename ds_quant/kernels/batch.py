@@ -17,8 +17,11 @@ import torch
 
 from ds_quant.kernels.wire import Codec, Format, round_up
 
+# First items in the buffers of an operation, and its first vector of random bits if it takes any.
+# The class of the operation gives their order.
 Places = tuple[int, ...]
-OWN_SIGNS = 2
+
+OWN_SIGNS = 2  # a value of ``flips``: every sender has sign flips of its own
 
 # Numbers by which the kernels know dtypes and ways to round.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -38,9 +41,11 @@ def _whole_blocks(numel: int, block: int) -> int:
 
 
 class Encode(NamedTuple):
-    """Places: values, wire, vector, and base if there is one: the buffer ``base`` has what
-    is subtracted. ``block``: of a rotation, 0 for none, as below; then the wire holds whole blocks.
-    ``flips``: True if its signs may flip.
+    """Encode values into a message. Places: values, wire, vector, and base if there is one.
+
+    base: buffer of the values that are subtracted first.
+    block: elements of a rotation block, of which the wire then holds whole ones; 0: no rotation.
+    flips: True if the rotation may flip signs.
     """
 
     codec: Codec
@@ -59,7 +64,10 @@ class Encode(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Places: wire, values. ``add``: to the values that are there."""
+    """Decode a message. Places: wire, values.
+
+    add: True to add to the values that are there.
+    """
 
     codec: Codec
     numel: int
@@ -70,8 +78,9 @@ class Decode(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Places: wire, values, own. Sources are rows ``stride`` bytes apart.
+    """Decode and add up messages, rows ``stride`` bytes apart. Places: wire, values, own.
 
+    sources: number of rows on the wire.
     own_row: index of this rank's own row, read from ``own`` (fp32) instead of the wire; None if all
         rows are on the wire.
     block, flips: of a rotation, which is undone; with OWN_SIGNS that of every source before it is
@@ -101,8 +110,12 @@ class Sum(NamedTuple):
 
 
 class Recode(NamedTuple):
-    """Places: wire_in, wire, own, vector. The sum of ``sources`` is encoded; see Sum. Rotated
-    values stay so.
+    """Encode a sum of messages, see ``Sum``. Places: wire_in, wire, own, vector.
+
+    Rotated values stay rotated.
+
+    source: codec of the messages.
+    codec: of the sum.
     """
 
     source: Codec
@@ -124,8 +137,9 @@ class Recode(NamedTuple):
 
 
 class Rotate(NamedTuple):
-    """Places: values, fp32 rotated blocks. Without a block: the values as fp32. ``codec``: of other
-    values of the tensor; no number depends on it.
+    """Rotate values, or cast them to fp32 without a block. Places: values, rotated.
+
+    codec: makes operations alike; does not affect the result.
     """
 
     codec: Codec
@@ -199,7 +213,7 @@ class RngArrays(NamedTuple):
     tensors: Sequence[torch.Tensor | None] = ()
 
 
-# What a job takes of its stream: field -> name in RngArrays.
+# Fields of a job that its stream fills in: field -> name in RngArrays.
 RANDOM = {name: name for name in ("key", "step", "first_vector")}
 FLIPS = {name: name for name in ("flips_low", "flips_high")}
 

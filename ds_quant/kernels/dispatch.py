@@ -146,7 +146,10 @@ class RngSource(Protocol):
 
 
 class RngState:
-    """Random bits, levels and rotation of every stream in one step; rotation None: not rotated."""
+    """Random bits, levels and rotation of every stream in one step.
+
+    A stream is a tensor of the step, by its index. Its rotation is None if it is not rotated.
+    """
 
     def __init__(
         self, bound_codecs: Sequence[RngSource], rotations: Sequence[Rotation | None]
@@ -208,7 +211,7 @@ Note = Callable[..., None]  # called with every encoded message: ``comm.traffic.
 
 
 class Operations:
-    """Tasks that are carried out in every step, on other buffers and streams.
+    """Tasks that are carried out in every step, on other buffers and RNG states.
 
     A run fills in the arguments of the kernels, which equal collectives of all engines share, and
     kernels run without Python's lock: runs in several threads take turns.
@@ -223,7 +226,7 @@ class Operations:
     def run(
         self,
         buffers: Buffers,
-        streams: RngState,
+        rng_state: RngState,
         note: Note | None = None,
         *,
         backend: str = "auto",
@@ -244,20 +247,20 @@ class Operations:
             if kernels:
                 addresses = np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
                 for run in kernels:
-                    run(addresses, streams.arrays)
+                    run(addresses, rng_state.arrays)
             for operation, places in left:
-                TorchTask(operation, places, buffers, streams).run()
+                TorchTask(operation, places, buffers, rng_state).run()
         if note is not None:
             for task in self.tasks:
-                _note(task, buffers, streams, note, backend)
+                _note(task, buffers, rng_state, note, backend)
 
 
-def _note(task: Task, buffers: Buffers, streams: RngState, note: Note, backend: str) -> None:
+def _note(task: Task, buffers: Buffers, rng_state: RngState, note: Note, backend: str) -> None:
     operation, places = task
     if not isinstance(operation, Encode | Recode):
         return
-    piece = TorchTask(operation, places, buffers, streams)
-    bound_codec = streams.bound_codecs[operation.stream]
+    piece = TorchTask(operation, places, buffers, rng_state)
+    bound_codec = rng_state.bound_codecs[operation.stream]
     reference_values = None
     values: Tensor | Callable[[], Tensor]
     if isinstance(operation, Recode):

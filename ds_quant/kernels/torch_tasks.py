@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TorchTask(NamedTuple):
-    """A task with its buffers and streams.
+    """A task with its buffers and RNG state.
 
     Methods take the operation as an argument if they need members that not all operations have.
     """
@@ -35,7 +35,7 @@ class TorchTask(NamedTuple):
     operation: Operation
     places: Places
     buffers: Sequence[Tensor]
-    streams: RngState
+    rng_state: RngState
 
     def run(self) -> None:
         """Carry out the task."""
@@ -67,7 +67,7 @@ class TorchTask(NamedTuple):
         op = self.operation
         if isinstance(op, Decode) or not op.block:
             return None
-        return self.streams.rotations[op.stream]
+        return self.rng_state.rotations[op.stream]
 
     def elements(self, buffer: int, start: int) -> Tensor:
         """View of the operation's elements in a buffer."""
@@ -100,14 +100,14 @@ class TorchTask(NamedTuple):
     ) -> None:
         codec = op.codec
         wire = self.message(op)
-        address = self.streams.address(op.stream, vector)
+        address = self.rng_state.address(op.stream, vector)
         if codec.kind == "groups":
             reference.encode(
                 x,
                 wire,
                 codec,
                 address=address,
-                levels=codec.table(self.streams.bound_codecs[op.stream].levels, x.device),
+                levels=codec.table(self.rng_state.bound_codecs[op.stream].levels, x.device),
                 base=base,
                 rotation=rotation,
             )
@@ -130,7 +130,7 @@ class TorchTask(NamedTuple):
         wire = _rows(self.buffers[op.wire], self.places[0], codec.wire_bytes(op.numel))
         out = self.elements(op.values, self.places[1]).detach()[None]
         if codec.kind == "groups":
-            levels = codec.table(self.streams.bound_codecs[op.stream].levels, wire.device)
+            levels = codec.table(self.rng_state.bound_codecs[op.stream].levels, wire.device)
             reference.decode(wire, out, codec, levels=levels, add=op.add)
             return
         values = _decoded(codec, wire, op.numel)
@@ -167,7 +167,7 @@ class TorchTask(NamedTuple):
                 codec,
                 scale=scale,
                 own=own,
-                levels=codec.table(self.streams.bound_codecs[op.stream].levels, wire.device),
+                levels=codec.table(self.rng_state.bound_codecs[op.stream].levels, wire.device),
                 rotation=rotation,
                 own_signs=own_signs,
             )

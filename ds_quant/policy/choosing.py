@@ -91,7 +91,7 @@ def candidates(place: Place) -> tuple[str, ...]:
     return EXACT, *(scheme for scheme in schemes if scheme)
 
 
-def tuned(place: Place) -> tuple[str, ...]:
+def autotune_candidates(place: Place) -> tuple[str, ...]:
     """Return the schemes that autotune times.
 
     Lossless differences are left out: the length of their messages depends on the training.

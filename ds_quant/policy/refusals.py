@@ -230,7 +230,7 @@ def refuse_full_replica(
     )
 
 
-def starts(config: QuantizedCommConfig, *, stage: int, world: int, node_size: int) -> bool:
+def can_start(config: QuantizedCommConfig, *, stage: int, world: int, node_size: int) -> bool:
     """Return True if start-up accepts the block under a stage and on nodes of a size."""
     try:
         config.validate_stage(stage)

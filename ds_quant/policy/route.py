@@ -38,7 +38,7 @@ class Hop:
 
     codec: None for full precision, in the dtype of the values.
     per: the hop runs once per gather of ZeRO-3, micro-step or optimizer step.
-    inner: True if ``codec`` is the scheme's codec for exchanges inside a node.
+    is_intra_codec: True if ``codec`` is the scheme's codec for exchanges inside a node.
     full_precision_own: True if a rank adds its own contribution as it is, without a message.
     forwards: True if the hop forwards the rows of the hop before, still encoded.
     difference: True if receivers add the decoded values to the values that they hold.
@@ -144,29 +144,29 @@ class Routes:
         trained: False for frozen weights.
         full_world: True if the parameter's ranks are the world.
         """
-        outer_codec: Codec | None = None
-        inner_codec: Codec | None = None
+        codec: Codec | None = None
+        intra_codec: Codec | None = None
         if quantized:
-            outer_codec = self.scheme.weights
-            inner_codec = self.scheme.weights_intra
+            codec = self.scheme.weights
+            intra_codec = self.scheme.weights_intra
         if self.keeps_shard and full_world:
-            return self._node_shard_weights(outer_codec, inner_codec, dtype, trained)
+            return self._node_shard_weights(codec, intra_codec, dtype, trained)
         per = weights_per(self.stage)
         one_node: Level = "intra" if self.replicas else "flat"
         if self.stage == 3 and self.scheme.block.keeps_node_shard:
             # One node: gather with the intra codec, as from a node shard.
             return Route(
-                hops=(Hop(level=one_node, codec=inner_codec, per=per, is_intra_codec=True),)
+                hops=(Hop(level=one_node, codec=intra_codec, per=per, is_intra_codec=True),)
             )
         if self.replicas:
-            return Route(hops=(Hop(level=one_node, codec=outer_codec, per=per),))
-        difference = self.scheme.difference and outer_codec is not None
+            return Route(hops=(Hop(level=one_node, codec=codec, per=per),))
+        difference = self.scheme.difference and codec is not None
         # Lossless differences need a reference, which ZeRO-1 and 2 keep.
         lossless = self._is_lossless(dtype) and self.stage < 3
         if not (self.two_levels and full_world):
             flat = Hop(
                 level="flat",
-                codec=outer_codec,
+                codec=codec,
                 per=per,
                 difference=difference,
                 lossless=lossless,
@@ -174,7 +174,7 @@ class Routes:
             return Route(hops=(flat,))
         inter_node = Hop(
             level="inter",
-            codec=outer_codec,
+            codec=codec,
             per=per,
             difference=difference,
             lossless=lossless,
@@ -183,8 +183,8 @@ class Routes:
 
     def _node_shard_weights(
         self,
-        outer_codec: Codec | None,
-        inner_codec: Codec | None,
+        codec: Codec | None,
+        intra_codec: Codec | None,
         dtype: torch.dtype | None,
         trained: bool,
     ) -> Route:
@@ -195,16 +195,16 @@ class Routes:
         if trained:
             exchange = Hop(
                 level="inter" if self.two_levels else "flat",
-                codec=outer_codec,
+                codec=codec,
                 per="step",
-                difference=self.scheme.difference and outer_codec is not None,
+                difference=self.scheme.difference and codec is not None,
                 lossless=self._is_lossless(dtype),
             )
             hops.append(exchange)
         if self.two_levels:
             gather = Hop(
                 level="intra",
-                codec=inner_codec,
+                codec=intra_codec,
                 per=weights_per(self.stage),
                 is_intra_codec=True,
             )
@@ -225,21 +225,21 @@ class Routes:
         """
         if self.stock_gradients:
             return Route(hops=())
-        outer_codec: Codec | None = None
-        inner_codec: Codec | None = None
+        codec: Codec | None = None
+        intra_codec: Codec | None = None
         if quantized and self.scheme.gradients is not None:
-            outer_codec = self.scheme.gradients
-            inner_codec = self.scheme.gradients_intra or self.scheme.gradients
+            codec = self.scheme.gradients
+            intra_codec = self.scheme.gradients_intra or self.scheme.gradients
         hops: tuple[Hop, ...]
         if self.two_levels and full_world:
-            hops = self._two_level_gradients(outer_codec, inner_codec)
+            hops = self._two_level_gradients(codec, intra_codec)
         else:
-            hops = (self._flat_gradients(outer_codec, inner_codec),)
+            hops = (self._flat_gradients(codec, intra_codec),)
         delivery = self._delivery(hops[-1])
         returned = None
         if self.replicas:
-            returned = Hop(level="inter", codec=returned_codec(outer_codec), per=hops[-1].per)
-        block = 0 if outer_codec is None else self.scheme.block.gradients.rotation
+            returned = Hop(level="inter", codec=returned_codec(codec), per=hops[-1].per)
+        block = 0 if codec is None else self.scheme.block.gradients.rotation
         if not block:
             return Route(hops=hops, delivery=delivery, returned=returned)
         return Route(
@@ -251,30 +251,30 @@ class Routes:
         )
 
     def _two_level_gradients(
-        self, outer_codec: Codec | None, inner_codec: Codec | None
+        self, codec: Codec | None, intra_codec: Codec | None
     ) -> tuple[Hop, Hop]:
         per = gradients_per(self.stage)
         once = self.stage > 1 and self.scheme.block.gradients.cross == "step"
         intra_node = Hop(
             level="intra",
-            codec=inner_codec,
+            codec=intra_codec,
             per=per,
             is_intra_codec=True,
             full_precision_own=True,
         )
         inter_node = Hop(
             level="inter",
-            codec=outer_codec,
+            codec=codec,
             per="step" if once else per,
             full_precision_own=True,
         )
         return intra_node, inter_node
 
-    def _flat_gradients(self, outer_codec: Codec | None, inner_codec: Codec | None) -> Hop:
+    def _flat_gradients(self, codec: Codec | None, intra_codec: Codec | None) -> Hop:
         one_node = self.nodes == 1
         return Hop(
             level="flat",
-            codec=inner_codec if one_node else outer_codec,
+            codec=intra_codec if one_node else codec,
             per=gradients_per(self.stage),
             is_intra_codec=one_node,
             # As published: SDP4Bit's variants gain from own contributions in full precision, QSDP

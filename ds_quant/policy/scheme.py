@@ -81,8 +81,8 @@ class Scheme:
             block=block,
             weights=None if weights.sends_lossless_differences else _codec(weights),
             gradients=_codec(gradients),
-            weights_intra=_inner_codec(weights),
-            gradients_intra=_inner_codec(gradients),
+            weights_intra=_intra_codec(weights),
+            gradients_intra=_intra_codec(gradients),
         )
 
     @property
@@ -151,7 +151,7 @@ def _codec(role: WeightsConfig | GradientsConfig) -> Codec | None:
     )
 
 
-def _inner_codec(role: WeightsConfig | GradientsConfig) -> GroupCodec | None:
+def _intra_codec(role: WeightsConfig | GradientsConfig) -> GroupCodec | None:
     """Return the codec of a role inside a node; None: it has none of its own."""
     if not role.enabled or role.intra is None:
         return None

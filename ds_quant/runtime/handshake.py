@@ -267,7 +267,7 @@ def _follow(store: PrefixStore, timeout: float, rank: int, world: int) -> Verdic
     verdict: Verdict
     if missing:
         verdict = _no_answer(missing, timeout)
-    elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):
+    elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):  # all are here, rank 0 is about to judge
         (text,) = _read(store, ["verdict"])
         verdict = json.loads(text)
     else:

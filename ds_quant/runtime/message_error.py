@@ -1,4 +1,4 @@
-"""The sentence with which all ranks end a run whose messages cannot be trusted."""
+"""The error with which all ranks end a run after a message error."""
 
 from __future__ import annotations
 

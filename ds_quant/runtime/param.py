@@ -171,7 +171,9 @@ class Param:
     def weight_codecs(
         self, dtype: torch.dtype, *, rank: int | None, full_world: bool = True
     ) -> tuple[HopCodec | None, ...]:
-        """Return one codec per hop of a gather that encodes; None for full precision.
+        """Return one codec per hop of a gather, without hops that only forward rows.
+
+        None in place of a codec: the hop sends full precision.
 
         rank: of the sender; None for a rank that only receives and draws no random bits.
         full_world: the parameter's ranks are the world, see ``Routes``.

@@ -93,7 +93,7 @@ def advised(
     lossy = routes.scheme.gradients is not None and block.scheme in preset_groups()[""]
     if routes.nodes == 1 or not lossy or block.scheme in choosing.candidates(place):
         return []
-    best = choosing.tuned(place)[-1]
+    best = choosing.autotune_candidates(place)[-1]
     other = volume_of(parse_block({"scheme": best}).to_scheme())
     other_bytes = other.step_bytes(stage, micro_steps=micro_steps)
     if other_bytes > _LESS * own.step_bytes(stage, micro_steps=micro_steps):

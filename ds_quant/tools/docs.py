@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ds_quant.config.errors import QUANTIZED, in_words, show
+from ds_quant.config.errors import UNUSED_BY_LOSSLESS, in_words, show
 from ds_quant.config.presets import AUTOTUNE, preset_description, preset_groups
 from ds_quant.config.schema import KEY, QuantizedCommConfig, json_schema, parse_block
 
@@ -30,7 +30,7 @@ _GROUPS = {
     "For tests and experiments": "backend slices weights.levels weights.level_steps "
     "weights.level_rate weights.intra.group_size",
 }
-_NOT_LOSSLESS = [f"weights.{key}" for key in QUANTIZED]
+_NOT_LOSSLESS = [f"weights.{key}" for key in UNUSED_BY_LOSSLESS]
 
 
 def main(arguments: argparse.Namespace) -> int:

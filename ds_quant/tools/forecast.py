@@ -18,7 +18,7 @@ from ds_quant.policy import choosing, cost, memory
 from ds_quant.policy.autotune import WORTH_IT
 from ds_quant.policy.cost import Cluster, CommVolume
 from ds_quant.policy.model import FetchSettings, Model
-from ds_quant.policy.refusals import starts
+from ds_quant.policy.refusals import can_start
 
 # ---- the plan ----
 
@@ -339,7 +339,7 @@ def _compared(row: Row, stock: Row) -> Row:
 def _objection(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     """Return the reason why start-up refuses a scheme or another one is advised, or ""."""
     node_size = plan.cluster.node_size
-    if not starts(block, stage=plan.stage, world=plan.ranks, node_size=node_size):
+    if not can_start(block, stage=plan.stage, world=plan.ranks, node_size=node_size):
         return "start-up refuses it: needs allow_full_replica"
     group = group_of(name)
     if group == RESEARCH:

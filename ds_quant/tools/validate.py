@@ -173,7 +173,7 @@ def _meaning(
     stock_gradients = f"gradients: full precision, because {stock_reason}"
     if config.scheme == AUTOTUNE:
         place = choosing.Place(stage, 2, config.node_size or arguments.node_size or 8)
-        candidates = " or ".join(choosing.tuned(place))
+        candidates = " or ".join(choosing.autotune_candidates(place))
         lines = [f"scheme: {candidates}, whichever is measured to be faster at start-up"]
         if stock_reason is not None:
             lines.append(stock_gradients)

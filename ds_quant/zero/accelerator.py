@@ -61,7 +61,7 @@ def synchronize() -> None:
 def awaits_last_gather_only() -> bool:
     """Return True if DeepSpeed's ``all_gather`` waits for the last parameter only.
 
-    So it does on the CPU before 0.19.8.
+    It does on the CPU before 0.19.8.
     """
     return device().type == "cpu" and is_older("0.19.8")
 

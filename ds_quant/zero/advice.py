@@ -38,7 +38,7 @@ def advice(engine: Engine) -> Iterator[str]:
             )
 
 
-def one_bucket(engine: Engine, muon_round: int = 0) -> Iterator[str]:
+def one_bucket_advice(engine: Engine, muon_round: int = 0) -> Iterator[str]:
     """Yield a sentence if no gradient is reduced before backward ends.
 
     DeepSpeed reduces a bucket when it is full. No sentence if most of the model is frozen.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_quant.codec.module import load
+from ds_quant.codec.module import load as load_codec
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
@@ -39,7 +39,7 @@ from ds_quant.zero import (
     shard_hooks,
     sharded_params,
 )
-from ds_quant.zero.advice import advice, one_bucket
+from ds_quant.zero.advice import advice, one_bucket_advice
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ShardOptimizer, ZeroOptimizer
 from ds_quant.zero.equal_buckets import require_equal
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
@@ -48,7 +48,7 @@ from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_
 from ds_quant.zero.memory_check import require_memory
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from ds_quant.zero.owner_gradients import OwnerReduction
-from ds_quant.zero.partial_gradients import PartialGradients
+from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import figures
@@ -81,9 +81,10 @@ def tune(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> dic
     )
     work = _work(engine, stage)
     seconds: dict[str, float] = {}
-    for name in choosing.tuned(choosing.Place(stage, nodes, node_size, config.allow_full_replica)):
+    place = choosing.Place(stage, nodes, node_size, config.allow_full_replica)
+    for name in choosing.autotune_candidates(place):
         candidate = config.with_scheme(name)
-        if refusals.starts(candidate, stage=stage, world=topology.world, node_size=node_size):
+        if refusals.can_start(candidate, stage=stage, world=topology.world, node_size=node_size):
             routes = Routes(
                 scheme=candidate.to_scheme(),
                 stage=stage,
@@ -153,7 +154,7 @@ def attach(engine: Engine, optimizer: Any) -> None:
     else:
         _attach_replica(plugin, optimizer)
     plugin.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
-    _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.steps(optimizer))
+    _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.has_step(optimizer))
     device = accelerator.device()
     if device.type == "cuda" and world > 1:
         plugin.notices += advice(engine)
@@ -163,7 +164,8 @@ def attach(engine: Engine, optimizer: Any) -> None:
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     """Run the handshake of all ranks and return the topology."""
-    must = {f"codec {name}": load(name).digest for name in config.own_codecs.values()}
+    # Facts that must be equal on all ranks, by the name that an error shows.
+    must = {f"codec {name}": load_codec(name).digest for name in config.own_codecs.values()}
     # All ranks must vote, or none: a vote of some would hang.
     must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
     node_size = handshake.handshake(
@@ -198,7 +200,7 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
         engine,
         config.to_scheme(),
         topology,
-        stock_gradients=muon.stock_gradients_reason(engine),
+        stock_gradients_reason=muon.stock_gradients_reason(engine),
         gathers=predicted_gathers(engine) if stage == 3 else 1.0,
         notices=notices,
     )
@@ -210,27 +212,30 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
 def _connect(
     plugin: Plugin, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
 ) -> None:
-    """Fill the lists of events, whose order is decided here and nowhere else, and wrap.
+    """Fill the lists of events that all stages share, and wrap the methods.
+
+    The attaching of the stage has filled its own lists. Calls run in the order of the lists.
 
     trains: False for inference, which has no optimizer step.
     """
     events = plugin.hooks
     rank, world = hooks.rank_and_world()
     fallback = _make_fallback(plugin, config.fallback)
-    sealed = plugin.scheme.block.payload_checksum and world > 1
-    if sealed:
+    has_checksums = plugin.scheme.block.payload_checksum and world > 1
+    if has_checksums:
         plugin.notices.append("every message carries a checksum")
-    checked = sealed or (plugin.scheme.lossless and world > 1)
-    if checked and not trains:  # without steps the ranks have no point at which to agree
-        plugin.message_errors.at_once = partial(message_check.end_run, plugin, rank)
+    # Lossless differences may be undecodable, without a checksum too.
+    checks_messages = has_checksums or (plugin.scheme.lossless and world > 1)
+    if checks_messages and not trains:  # without steps the ranks have no point at which to agree
+        plugin.message_errors.at_once = partial(message_check.raise_message_error, plugin, rank)
     if trains:
-        if checked:
-            _add_message_checks(plugin, after_save=sealed)
+        if checks_messages:
+            _add_message_checks(plugin, after_save=has_checksums)
         if fallback is not None:  # all ranks then agree how the next step is sent
             events.before_step.append(fallback.vote)
         _add_weight_updates(plugin, fetch)
         if world > 1:
-            first_step.judge_first_step(plugin, first_step.promised_roles(plugin))
+            first_step.check_first_step(plugin, first_step.promised_roles(plugin))
         if fallback is not None:  # may refresh weights that a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:
@@ -296,13 +301,13 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
     fetch = Fetch(plugin)
     params = sharded_params.parameters_of(plugin.engine.module)
     fetch.attach(params)
-    plugin.serve([(p, p.ds_process_group) for p in params])
+    plugin.set_served_params([(p, p.ds_process_group) for p in params])
     _note_empty(plugin)
     require_memory(plugin)
     if plugin.routes.keeps_shard:
         fetch.keep_in_node()
     plugin.hooks.on_destroy.append(fetch.close)
-    if hooks.steps(optimizer):  # else inference: parameters only
+    if hooks.has_step(optimizer):  # else inference: parameters only
         # Saving leaves rows of lossless differences exact, and ``checkpoint.restore`` refills them.
         if plugin.node_shard is not None and not plugin.scheme.lossless:
             plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
@@ -327,13 +332,13 @@ def _note_empty(plugin: Plugin) -> None:
 
 def _reduce_to_shards(plugin: Plugin, optimizer: ShardOptimizer) -> None:
     events, overlaps = plugin.hooks, plugin.engine.zero_overlap_comm()
-    muon.reduce_scatter(events)
-    plugin.notices += one_bucket(plugin.engine, muon.full_round(plugin, optimizer))
+    muon.set_reduce_scatter(events)
+    plugin.notices += one_bucket_advice(plugin.engine, muon.full_round(plugin, optimizer))
     reduction = ShardReduction(plugin)
     partition = None
     if plugin.partial_gradients is not None:
-        is_accumulated = partial(_is_accumulated, plugin, plugin.partial_gradients, -1)
-        partition = shard_hooks.skip_zero_shards(optimizer, is_accumulated)
+        has_partial_sums = partial(_has_partial_sums, plugin, plugin.partial_gradients, NO_OWNER)
+        partition = shard_hooks.skip_zero_shards(optimizer, has_partial_sums)
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
         events.after_zero_grad.append(plugin.partial_gradients.discard)
     if accelerator.device().type != "cpu" or not overlaps:
@@ -356,13 +361,14 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     for group in groups:
         for p in group.params:
             served.append((p, group.process_group))
-            foreign += plugin.param_of(p) is None
+            if plugin.param_of(p) is None:
+                foreign += 1
     if foreign:
         raise RuntimeError(
             f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
             "engine.module; pass the module's own parameters to the optimizer"
         )
-    plugin.serve(served)
+    plugin.set_served_params(served)
     require_memory(plugin)
     replica = Replica(plugin, optimizer)
     plugin.replica = replica
@@ -394,10 +400,10 @@ def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     if communicator.is_gloo:
         events.before_step.append(partial(require_equal, plugin, communicator, None))
     if plugin.partial_gradients is not None:
-        is_accumulated = partial(
-            _is_accumulated, plugin, plugin.partial_gradients, communicator.rank
+        has_partial_sums = partial(
+            _has_partial_sums, plugin, plugin.partial_gradients, communicator.rank
         )
-        optimizer_hooks.skip_zero_gradients(events, is_accumulated)
+        optimizer_hooks.skip_zero_gradients(events, has_partial_sums)
 
 
 # ---- gradients of all stages ----
@@ -405,10 +411,10 @@ def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
 
 def _reduces_gradients(plugin: Plugin) -> bool:
     """Return True if the plugin reduces gradients; note it in the start-up line if not."""
-    if plugin.stock_gradients is not None:
+    if plugin.stock_gradients_reason is not None:
         plugin.notices.append(
-            f"gradients stay exact: {plugin.stock_gradients}; DeepSpeed sends them, and reports "
-            "and metrics do not count them"
+            f"gradients stay exact: {plugin.stock_gradients_reason}; DeepSpeed sends them, and "
+            "reports and metrics do not count them"
         )
         return False
     _note_single_ranks(plugin)
@@ -426,7 +432,7 @@ def _note_single_ranks(plugin: Plugin) -> None:
         )
 
 
-def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.Buckets) -> None:
+def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.BucketFunctions) -> None:
     """Accumulate the sums of a node here until the last micro-step.
 
     buckets: functions that flush DeepSpeed's buckets and fill them with zeros.
@@ -441,12 +447,12 @@ def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.Buckets
     events.before_gradients.append(partial(partial_gradients.reduce_before_step, optimizer))
 
 
-def _is_accumulated(
+def _has_partial_sums(
     plugin: Plugin, partial_gradients: PartialGradients, owner: int, parameter: Tensor
 ) -> bool:
-    """Return True if its gradient is accumulated here and DeepSpeed got zeros.
+    """Return True if the plugin keeps partial sums of a gradient, and DeepSpeed got zeros.
 
-    owner: rank that gets the sum, -1 under ZeRO-3.
+    owner: rank that gets the sum; NO_OWNER under ZeRO-3.
     """
     param = plugin.param_of(parameter)
     return param is not None and partial_gradients.holds((param, owner))

@@ -37,7 +37,7 @@ class ChunkedExchange:
         for _ in range(EXCHANGED_AT_ONCE):
             self._post_next()
 
-    def misses(self, params: Iterable[Hashable]) -> bool:
+    def awaits(self, params: Iterable[Hashable]) -> bool:
         """Return True if one of these parameters has not arrived.
 
         Equal on all ranks: it depends on the chunks that were waited for, not on the network.
@@ -50,7 +50,7 @@ class ChunkedExchange:
         Raises:
             RuntimeError: a rank does not answer; also at every later call.
         """
-        while self._missing if params is None else self.misses(params):
+        while self._missing if params is None else self.awaits(params):
             if not self._posted:
                 raise RuntimeError(
                     "quantized_comm: an exchange of weights has failed before: resume from the "

@@ -184,8 +184,10 @@ class Fetch:
         dtype = param.tensor.ds_tensor.dtype
         # Persistent parameters stay gathered between steps, so they must be exact.
         if not (is_full_precision or param.tensor.ds_persist):
-            # The node shard serves all parameters whose ranks are the world.
+            # A node shard serves all parameters whose ranks are the world. Beside it only those of
+            # fewer ranks come here.
             full_world = self._plugin.node_shard is None
+            # Only the first hop encodes: a second one forwards its rows.
             hop_codec, *_ = param.weight_codecs(dtype, rank=rank, full_world=full_world)
             if hop_codec is not None:
                 return param.bound_codec(hop_codec, dtype, step)

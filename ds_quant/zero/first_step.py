@@ -19,7 +19,7 @@ from ds_quant.zero.version import deepspeed_version
 _LEAST_SHARE = 0.5
 
 
-def judge_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
+def check_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
     """Check once that the first step with gradients requests the roles ``promised``.
 
     Steps that DeepSpeed skips, and steps without gradients (every label masked), do not count. The
@@ -33,10 +33,10 @@ def judge_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
         nonlocal had_gradients
         had_gradients |= hooks.has_gradients(events.optimizer)
 
-    def judge(skipped: bool) -> None:
+    def check(skipped: bool) -> None:
         if skipped or not (had_gradients or "gradients" in plugin.requested_roles):
             return
-        events.after_step.remove(judge)
+        events.after_step.remove(check)
         if note_gradients in events.before_last_buckets:
             events.before_last_buckets.remove(note_gradients)
         for role in promised:
@@ -54,7 +54,7 @@ def judge_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
 
     if not had_gradients:
         events.before_last_buckets.append(note_gradients)
-    events.after_step.append(judge)
+    events.after_step.append(check)
 
 
 def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
@@ -81,6 +81,6 @@ def promised_roles(plugin: Plugin) -> list[str]:
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")
-    if plugin.stock_gradients is None and any(p.requires_grad for p in shared):
+    if plugin.stock_gradients_reason is None and any(p.requires_grad for p in shared):
         roles.append("gradients")
     return roles

@@ -63,21 +63,21 @@ class BucketLayout:
 
     gradient_codecs: of each gradient.
     members: keys of all slices, in the order of the bucket.
-    own: slices that this rank gets, in the order of their sums. A member may have two, because a
-        parameter that is used twice may be in a bucket twice.
+    own_sums: slices that this rank gets, in the order of their sums. A member may have two,
+        because a parameter that is used twice may be in a bucket twice.
     dtype: of the sums, unless reduced partial sums are added to them.
     """
 
     gradient_codecs: Sequence[GradientCodecs]
     sums: GradientSums
     members: tuple[Member, ...]
-    own: Sequence[OwnSum]
+    own_sums: Sequence[OwnSum]
     dtype: torch.dtype
 
     def shards(self, total: Tensor) -> list[Tensor]:
         """View the sums by tensor. ZeRO-3 only, where this rank has a shard of each."""
         by_tensor: dict[int, Tensor] = {}
-        for own, padded in zip(self.own, total.split(self._padded_numels), strict=True):
+        for own, padded in zip(self.own_sums, total.split(self._padded_numels), strict=True):
             numel = own.segment.numel
             if padded.numel() != numel:
                 padded = padded[:numel]
@@ -86,13 +86,14 @@ class BucketLayout:
 
     @cached_property
     def _padded_numels(self) -> list[int]:
-        return [round_up(own.segment.numel, VECTOR_NUMEL) for own in self.own]
+        """Elements from each own sum to the next, as ``GradientSums`` lays them out."""
+        return [round_up(own.segment.numel, VECTOR_NUMEL) for own in self.own_sums]
 
     @cached_property
     def sum_ranges(self) -> dict[Member, slice]:
         """Range of each own member in the buffer of sums; of two, the first one."""
         ranges: dict[Member, slice] = {}
-        for own in reversed(self.own):
+        for own in reversed(self.own_sums):
             ranges[own.member] = slice(own.offset, own.offset + own.segment.numel)
         return ranges
 
@@ -108,7 +109,7 @@ class BucketLayout:
         """Copy the sums over the slices of this rank. Buffers: the sums as bytes, the bucket."""
         sums_codec = CastCodec(torch.float32)
         tasks = []
-        for _, segment, offset in self.own:
+        for _, segment, offset in self.own_sums:
             bucket_buffer = 1 + segment.tensor
             decode = Decode(sums_codec, segment.numel, 0, bucket_buffer, 0)
             first_byte = torch.float32.itemsize * offset
@@ -163,32 +164,34 @@ class GradientReducer:
         key: Hashable,
         slices: Sequence[GradientSlice],
         communicator: Communicator,
+        *,
         scale: float,
-        dtypes: Sequence[torch.dtype] = (),
+        balanced: bool,
+        sums_dtype: torch.dtype = torch.float32,
     ) -> BucketLayout:
         """Plan the reduction of a bucket and remember it.
 
         key: all facts that the slices follow from.
         scale: factor of the sums.
-        dtypes: ZeRO-3 only, of the gradients; sums take theirs if all are equal.
+        balanced: True to let other ranks than the owners add up some sums, see ``GradientSums``.
+        sums_dtype: see ``BucketLayout.dtype``.
         """
         gradient_codecs, segments = _by_gradient(slices)
         specs = tuple([codecs.spec for codecs in gradient_codecs])
-        route = self._plugin.route(communicator.process_group)
-        is_zero3 = bool(dtypes)
-        sizes = segments, specs, route, communicator, scale
+        hops = self._plugin.reduction_hops(communicator.process_group)
+        sizes = segments, specs, hops, communicator, scale
         sums = self._sums.get(sizes)
         if sums is None:
             sums = GradientSums(
                 segments,
                 specs,
-                route,
+                hops,
                 communicator,
                 scale,
-                balanced=not is_zero3,
+                balanced=balanced,
             )
             self._sums.add(sizes, sums)
-        own = [
+        own_sums = [
             OwnSum(slices[index].member, segments[index], offset)
             for index, offset in sums.own.items()
         ]
@@ -196,16 +199,19 @@ class GradientReducer:
             gradient_codecs=gradient_codecs,
             sums=sums,
             members=tuple(dict.fromkeys(part.member for part in slices)),
-            own=own,
-            dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
+            own_sums=own_sums,
+            dtype=sums_dtype,
         )
         return self._layouts.add(key, layout)
 
     def _gradient_codecs(
-        self, param: Param, dtype: torch.dtype, numel: int, route: Sequence[ReductionHop], rank: int
+        self, param: Param, dtype: torch.dtype, numel: int, hops: int, rank: int
     ) -> GradientCodecs:
-        """Return the codecs of ``numel`` elements of a gradient in this step."""
-        hops = len(route)
+        """Return the codecs of ``numel`` elements of a gradient in this step.
+
+        hops: their number.
+        rank: of the sender.
+        """
         if self._plugin.is_full_precision(self._plugin.step):
             gradient_codecs = full_precision_gradient(dtype, hops)
         else:
@@ -216,7 +222,7 @@ class GradientReducer:
         return gradient_codecs
 
     def _begin(
-        self, layout: BucketLayout, tensors: Sequence[Tensor], route: Sequence[ReductionHop]
+        self, layout: BucketLayout, tensors: Sequence[Tensor], hops: Sequence[ReductionHop]
     ) -> PendingSums:
         """Begin to reduce a bucket. Afterwards the tensors may change.
 
@@ -227,7 +233,7 @@ class GradientReducer:
         plugin = self._plugin
         sums = layout.sums
         device = tensors[0].device
-        crosses_once = plugin.crosses_once(route)
+        crosses_once = plugin.crosses_once(hops)
 
         # 1. Bind the codecs to this micro-step. Partial sums stay rotated while they are added
         #    up, so all micro-steps of an optimizer step share one pattern of sign flips.
@@ -245,9 +251,9 @@ class GradientReducer:
             assert store is not None  # see ``crosses_once``
 
             # 2. A bucket of zeros stands for parameters without a gradient at the boundary. Zeros
-            #    need no message: return the partial sums of earlier micro-steps.
+            #    need no message: reduce the partial sums of earlier micro-steps, and return them.
             if store.only_zeros(layout.members):
-                store.pop(None, layout.members)
+                store.pop(None, layout.members)  # a bucket of zeros has none of its own
                 zeros = sums.new_sums(device).zero_()
                 return PendingSums(layout, None, zeros, store.pop_reduced(layout.members))
 
@@ -325,7 +331,7 @@ def _accumulate(
         for member in layout.members:
             if member not in layout.sum_ranges:  # another rank's
                 yield member, total[:0]
-        for member, segment, offset in layout.own:
+        for member, segment, offset in layout.own_sums:
             yield member, total[offset : offset + segment.numel]
 
     return PartialBucket(

@@ -393,7 +393,7 @@ CARRIERS = {
 
 # ``flush()`` and ``reduce_zeros(params)`` of the buckets in which an optimizer collects gradients:
 # see ``shard_hooks.shard_buckets`` and ``optimizer_hooks.owner_buckets``.
-Buckets = tuple[Callable[[], None], Callable[[Sequence[ZeroParameter]], None]]
+BucketFunctions = tuple[Callable[[], None], Callable[[Sequence[ZeroParameter]], None]]
 
 
 def has_gradients(optimizer: ZeroOptimizer) -> bool:
@@ -401,6 +401,6 @@ def has_gradients(optimizer: ZeroOptimizer) -> bool:
     return any(bucket.params for bucket in optimizer.ipg_buckets.values())
 
 
-def steps(optimizer: object) -> bool:
+def has_step(optimizer: object) -> bool:
     """Return True if a ZeRO-3 optimizer has a step; inference has none."""
     return hasattr(optimizer, "step") and hasattr(optimizer, AVG_SCATTER)

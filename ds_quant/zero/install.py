@@ -52,12 +52,12 @@ def install() -> None:
     shorten_messages()
     defer_operator()
     wrap_once(DeepSpeedConfig, "_initialize_params", read_block)
-    wrap_once(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
+    wrap_once(DeepSpeedEngine, "_do_sanity_check", check_stage_0)
     wrap_once(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
-    wrap_once(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
+    wrap_once(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_unsharded)
     # DeepSpeed 0.17 takes "bf16" for a model without ZeRO and builds this optimizer for ZeRO-1,
     # which shards nothing. No other config with a block comes here: its stage is 1 or more.
-    wrap_once(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
+    wrap_once(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_unsharded)
 
 
 # ---- wrapped methods ----
@@ -71,7 +71,7 @@ def read_block(original: Callable[..., object], self: Config, param_dict: dict[s
     if environment.is_set() and not self.quantized_comm_from_variable:
         _log_once(environment.CONFIG_WINS)
     if block is not None:
-        if refusals.stage_of(param_dict):  # else see ``judge_stage_0``
+        if refusals.stage_of(param_dict):  # else see ``check_stage_0``
             refusals.refuse(param_dict, block)  # before DeepSpeed's checks; ``attach`` repeats it
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for lock in leftovers.idle_locks():
@@ -82,7 +82,7 @@ def read_block(original: Callable[..., object], self: Config, param_dict: dict[s
     original(self, param_dict)
 
 
-def judge_stage_0(original: Callable[..., object], self: Engine) -> None:
+def check_stage_0(original: Callable[..., object], self: Engine) -> None:
     """Refuse or drop a block at stage 0. Wraps ``DeepSpeedEngine._do_sanity_check``.
 
     It is dropped without an optimizer, as for the frozen model of a preference trainer.
@@ -95,7 +95,7 @@ def judge_stage_0(original: Callable[..., object], self: Engine) -> None:
         log.log_rank0(f"quantized_comm: {VARIABLE} has no effect on an engine at stage 0")
     else:
         if self.optimizer_name():
-            block.validate_stage(refusals.stage_of(hooks.param_dict(self)))
+            block.validate_stage(refusals.stage_of(hooks.param_dict(self)))  # raises
         log.log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
     hooks.drop_block(self)
 
@@ -109,7 +109,7 @@ def attach_zero(
     return optimizer
 
 
-def refuse_other(
+def refuse_unsharded(
     original: Callable[..., object], self: Engine, *args: object, **kwargs: object
 ) -> object:
     """Refuse an optimizer that does not shard, if the engine has a block."""
@@ -126,7 +126,7 @@ def _attach(engine: Engine, optimizer: object) -> None:
     # Imported here: it imports DeepSpeed, whose import runs this module.
     from ds_quant.zero.attach import attach
 
-    is_inference = engine.zero_optimization_stage() == 3 and not hooks.steps(optimizer)
+    is_inference = engine.zero_optimization_stage() == 3 and not hooks.has_step(optimizer)
     if is_inference and hooks.block_of(engine) and hooks.block_is_from_variable(engine):
         log.log_rank0(f"quantized_comm: {VARIABLE} has no effect without an optimizer")
         hooks.drop_block(engine)
@@ -147,16 +147,18 @@ def defer_operator() -> None:
     backend = importlib.import_module("deepspeed.comm.torch")
     if hasattr(backend, _BUILD) and hasattr(backend.TorchBackend, "inference_all_reduce"):
         wrap_once(backend, _BUILD, lambda original: None)
-        wrap_once(backend.TorchBackend, "inference_all_reduce", _reduce)
+        wrap_once(backend.TorchBackend, "inference_all_reduce", _inference_all_reduce)
 
 
-def _reduce(original: Callable[..., object], self: Any, *args: object, **kwargs: object) -> object:
-    _open(self)
+def _inference_all_reduce(
+    original: Callable[..., object], self: Any, *args: object, **kwargs: object
+) -> object:
+    _open_operator(self)
     return original(self, *args, **kwargs)
 
 
 @functools.cache
-def _open(backend: TorchBackend) -> None:
+def _open_operator(backend: TorchBackend) -> None:
     """At the first call, build and open the operator as the backend's constructor would."""
     module = importlib.import_module("deepspeed.comm.torch")
     operator = getattr(module, _BUILD).ds_quant_wraps()

@@ -27,13 +27,14 @@ def check_messages(plugin: Plugin) -> None:
     """
     rank, world = hooks.rank_and_world()
     message_errors = plugin.message_errors
-    # On the device, so that the host waits only for the minimum: rank if it has an error.
+    # This rank's number if it has an error, else the world size. Made on the device, so that the
+    # host waits only for the minimum.
     vote = torch.where(message_errors.any_error(accelerator.device()), rank, world)
     (receiver,) = minimum(vote.view(1))
     if receiver < world:
         error = broadcast(message_errors.first(), source=receiver)
         assert error is not None, "the receiver has voted for it"
-        end_run(plugin, receiver, error)
+        raise_message_error(plugin, receiver, error)
     message_errors.forget()
 
 
@@ -44,7 +45,7 @@ def checked_messages(plugin: Plugin) -> Iterator[None]:
     yield
 
 
-def end_run(plugin: Plugin, receiver: int, error: MessageError) -> None:
+def raise_message_error(plugin: Plugin, receiver: int, error: MessageError) -> None:
     """Raise RuntimeError for a message that rank ``receiver`` cannot use."""
     raise end_of_run(
         error,

@@ -51,7 +51,7 @@ def is_muon(optimizer: Any) -> bool:
     return any(kind.__name__ == "MuonWithAuxAdam" for kind in type(optimizer).__mro__)
 
 
-def reduce_scatter(hooks: Hooks) -> None:
+def set_reduce_scatter(hooks: Hooks) -> None:
     """ZeRO-3: set ``reduce_scatter``, so that buckets reach ``wrap_shard_reduction``."""
     optimizer = hooks.optimizer
     if not optimizer.reduce_scatter:

@@ -215,7 +215,7 @@ class NodeShard:
         self._gathered |= dict.fromkeys(params)
         quantized = not self._plugin.is_full_precision(self._plugin.step)
         is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
-        must_wait = bool(self._requested) or self._exchange.misses(params)
+        must_wait = bool(self._requested) or self._exchange.awaits(params)
         self._requested.append(request)
         if self._posts_at_once or not must_wait:
             self._post_until(request)
@@ -344,8 +344,8 @@ class NodeShard:
     def _hop_codecs_of(self, params: Sequence[Param]) -> list[tuple[HopCodec | None, ...]]:
         """Return the codecs of each parameter: between the nodes, then inside them.
 
-        The first one is left out of frozen parameters, the second one if a node has one rank.
-        Remembered by gather or exchange, which repeat in every step.
+        Frozen parameters have no codec between the nodes, nodes of one rank none inside. The
+        parameters of a gather or exchange repeat in every step, so their codecs are remembered.
         """
         key = tuple(params)
         hop_codecs = self._hop_codecs.get(key)

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ds_quant.zero import accelerator
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ZeroParameter
-from ds_quant.zero.hooks import Buckets, ExpectedCall, Hooks, moved, require
+from ds_quant.zero.hooks import BucketFunctions, ExpectedCall, Hooks, moved, require
 from ds_quant.zero.version import FAULTS, deepspeed_version
 
 BUCKET = "average_tensor"
@@ -132,7 +132,7 @@ def owners_of(arguments: dict[str, Any]) -> list[frozenset[int]]:
     return owners
 
 
-def owner_buckets(optimizer: OwnerOptimizer) -> Buckets:
+def owner_buckets(optimizer: OwnerOptimizer) -> BucketFunctions:
     """Return the two functions of ``shard_hooks.shard_buckets``, on the buckets of ZeRO-2."""
     require(optimizer, "reduce_ipg_grads")
 

@@ -142,10 +142,13 @@ class OwnerReduction(GradientReducer):
         layout = self._layouts.get(key)
         if layout is None:
             gradient_slices = self._slices(zip(owners, ranges, strict=True), dtype, communicator)
-            layout = self._plan(key, gradient_slices, communicator, 1 / self._divisor)
+            layout = self._plan(
+                key, gradient_slices, communicator, scale=1 / self._divisor, balanced=True
+            )
         if communicator.is_gloo:
             require_equal(plugin, communicator, layout)
-        sums = self._begin(layout, [bucket], plugin.route(communicator.process_group)).wait()
+        hops = plugin.reduction_hops(communicator.process_group)
+        sums = self._begin(layout, [bucket], hops).wait()
         own_slices = [index for index, owner in enumerate(owners) if owner == communicator.rank]
         if sums is None:  # kept as partial sums
             for index in own_slices:
@@ -155,7 +158,7 @@ class OwnerReduction(GradientReducer):
             [sums.view(torch.uint8), bucket], _COPY, backend=communicator.backend
         )
         if plugin.finite_flags is not None:
-            for (param, _), segment, _ in layout.own:
+            for (param, _), segment, _ in layout.own_sums:
                 values = bucket[segment.start : segment.start + segment.numel]
                 note_finite(plugin.finite_flags, param, values)
         outputs = arguments.get("output_bucket")
@@ -173,12 +176,12 @@ class OwnerReduction(GradientReducer):
 
         Small slices of an owner follow each other, at the place of the first one.
         """
-        route = self._plugin.route(communicator.process_group)
+        hops = self._plugin.reduction_hops(communicator.process_group)
         slices = []
         for owner, (begin, end) in owned_ranges:
             for first, param, start, stop in self._param_ranges(begin, end):
                 numel = stop - start
-                codecs = self._gradient_codecs(param, dtype, numel, route, communicator.rank)
+                codecs = self._gradient_codecs(param, dtype, numel, len(hops), communicator.rank)
                 segment = Segment(
                     tensor=0,
                     start=start,

@@ -103,8 +103,10 @@ class PartialGradients:
     def pop(self, key: Hashable, members: Sequence[Member]) -> PartialBucket | None:
         """Remove and return the partial sums of a bucket, None if there are none.
 
-        Other buckets that share a parameter are reduced between the nodes: a collective, called by
-        all ranks in the same order.
+        Without them the buckets that had its members last are reduced between the nodes, for
+        ``pop_reduced``: a collective, called by all ranks in the same order.
+
+        key: None for a bucket that was never kept.
         """
         step = self._engine.global_steps
         if step != self._step:

@@ -83,7 +83,8 @@ class Plugin:
     """The part of ds_quant that belongs to one DeepSpeed engine; the ``zero`` modules share it.
 
     Args:
-        stock_gradients: setting because of which DeepSpeed reduces gradients itself, or None.
+        stock_gradients_reason: setting because of which DeepSpeed reduces gradients itself, or
+            None. ``routes`` does not know of it, so callers look here first.
         gathers: predicted gathers of the weights per micro-step.
         notices: sentences that the start-up line adds.
     """
@@ -94,7 +95,7 @@ class Plugin:
         scheme: Scheme,
         topology: Topology,
         *,
-        stock_gradients: str | None = None,
+        stock_gradients_reason: str | None = None,
         gathers: float = 1.0,
         notices: Sequence[str] = (),
     ) -> None:
@@ -105,13 +106,13 @@ class Plugin:
         self.routes = Routes(
             scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
         )
-        self.stock_gradients = stock_gradients
+        self.stock_gradients_reason = stock_gradients_reason
         pace = presumed_pace(accelerator.device(), backend())
         self.slicing = Slicing(count=scheme.block.slices, pace=pace)
 
         # - The parameters of the module
         self._params = _params_of(engine, self.routes)  # by id of the tensor
-        # Parameters that this engine communicates, each with its process group; see ``serve``.
+        # Parameters that this engine communicates, each with its process group.
         self.served_params: Sequence[tuple[Tensor, object]] = ()
         self.has_few_ranks = False  # some of them belong to part of the world
 
@@ -162,8 +163,8 @@ class Plugin:
         """Return every parameter that the module had when the engine was built."""
         return self._params.values()
 
-    def serve(self, parameters: Sequence[tuple[Tensor, object]]) -> None:
-        """Take the parameters that this engine communicates, each with its process group.
+    def set_served_params(self, parameters: Sequence[tuple[Tensor, object]]) -> None:
+        """Set ``served_params``.
 
         Adds a start-up notice for those on a subset of ranks (experts, pipeline, tensor parallel).
         """
@@ -206,7 +207,7 @@ class Plugin:
         return tuple([self.communicator(group) for group in level_groups(self.topology)])
 
     def hierarchy(self, process_group: object) -> HierarchicalCommunicator:
-        """Return the communicators of both levels; those of one level for part of the world."""
+        """Return the communicators of both levels; a group smaller than the world has one level."""
         key = id(process_group)
         if key not in self._hierarchies:
             levels: tuple[Communicator, ...] = ()
@@ -217,7 +218,7 @@ class Plugin:
             )
         return self._hierarchies[key]
 
-    def route(self, process_group: object) -> tuple[ReductionHop, ...]:
+    def reduction_hops(self, process_group: object) -> tuple[ReductionHop, ...]:
         """Return the hops of a gradient reduction over a process group."""
         key = id(process_group)
         if key not in self._hops:
@@ -246,9 +247,9 @@ class Plugin:
             divisor *= communicator.size
         return tuple(hops)
 
-    def crosses_once(self, route: Sequence[ReductionHop]) -> bool:
-        """Return True if gradients of ``route`` cross between nodes once per optimizer step."""
-        return self.partial_gradients is not None and len(route) == 2
+    def crosses_once(self, hops: Sequence[ReductionHop]) -> bool:
+        """Return True if gradients over these hops cross between nodes once per optimizer step."""
+        return self.partial_gradients is not None and len(hops) == 2
 
     # ---- steps ----
 
@@ -340,7 +341,7 @@ class Plugin:
             node_size=self.topology.node_size,
             gathers=self.gathers,
             gradient_dtype=self.engine.communication_data_type,
-            stock_gradients=self.stock_gradients is not None,
+            stock_gradients=self.stock_gradients_reason is not None,
         )
 
     def received_by_formula(self, comm_volume: CommVolume) -> dict[str, dict[str, float]]:
@@ -356,7 +357,7 @@ class Plugin:
         """
         full_precision = self.comm_volume(in_full_precision(self.scheme))
         received = self.received_by_formula(full_precision)
-        if self.stock_gradients is not None:
+        if self.stock_gradients_reason is not None:
             received["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's are not counted
         return received
 

@@ -40,7 +40,7 @@ def figures(plugin: Plugin) -> dict[str, Any]:
             plugin.received_in_full_precision(),
         ),
         "collectives": dict(traffic.collectives),
-        "not_counted": ["gradients"] if plugin.stock_gradients else [],
+        "not_counted": ["gradients"] if plugin.stock_gradients_reason else [],
         "gathers": plugin.gathers,
         "full_precision_share": comm_volume.full_precision_share,
         "expected_bytes_per_param": comm_volume.step_bytes(stage, micro_steps=micro_steps),

@@ -63,8 +63,17 @@ class ShardReduction(GradientReducer):
                     return None
                 known_params.append(param)
             slices = self._slices(known_params, dtypes, communicator)
-            layout = self._plan(key, slices, communicator, 1 / communicator.size, dtypes)
-        sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], plugin.route(group))
+            has_one_dtype = len(set(dtypes)) == 1
+            layout = self._plan(
+                key,
+                slices,
+                communicator,
+                scale=1 / communicator.size,
+                balanced=False,
+                sums_dtype=dtypes[0] if has_one_dtype else torch.float32,
+            )
+        flat_tensors = [tensor.reshape(-1) for tensor in tensors]
+        sums = self._begin(layout, flat_tensors, plugin.reduction_hops(group))
         shards = [tensor.new_empty(0) for tensor in tensors]
         return ShardBucket(shards, sums, plugin.finite_flags)
 
@@ -72,14 +81,14 @@ class ShardReduction(GradientReducer):
         self, params: Sequence[Param], dtypes: Sequence[torch.dtype], communicator: Communicator
     ) -> list[GradientSlice]:
         """Return the shards of all gradients: large ones first, then small ones by dtype."""
-        route = self._plugin.route(communicator.process_group)
+        hops = self._plugin.reduction_hops(communicator.process_group)
         numels = [param.shape.numel() for param in params]
         gradient_codecs = [
-            self._gradient_codecs(param, dtype, numel, route, communicator.rank)
+            self._gradient_codecs(param, dtype, numel, len(hops), communicator.rank)
             for param, dtype, numel in zip(params, dtypes, numels, strict=True)
         ]
         is_rotated = any(codecs.spec.block for codecs in gradient_codecs)
-        is_plain = len(route) == 1 and not route[0].full_precision_own and not is_rotated
+        is_plain = len(hops) == 1 and not hops[0].full_precision_own and not is_rotated
         last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
         slices = []
         for index in small_tensors_last(last_codecs):
@@ -116,7 +125,7 @@ class ShardBucket:
         for shard, values in zip(self.shards, filled, strict=True):
             shard.data = values
         if self.finite_flags is not None:
-            for (param, _), segment, _ in self.sums.layout.own:
+            for (param, _), segment, _ in self.sums.layout.own_sums:
                 note_finite(self.finite_flags, param, self.shards[segment.tensor])
         self.finished = True
         return self.shards
@@ -133,8 +142,8 @@ class ShardBucket:
 
     def _zero_shards(self) -> list[Tensor]:
         """Return shards of zeros. Those of one dtype share memory."""
-        own_slices = self.sums.layout.own
-        numels = {segment.tensor: segment.numel for _, segment, _ in own_slices}
+        own_sums = self.sums.layout.own_sums
+        numels = {segment.tensor: segment.numel for _, segment, _ in own_sums}
         longest = max(numels.values())
         zeros = {shard.dtype: shard.new_zeros(longest) for shard in self.shards}
         return [zeros[shard.dtype][: numels[i]] for i, shard in enumerate(self.shards)]

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ds_quant.zero import accelerator
 from ds_quant.zero.deepspeed_types import ShardOptimizer, ZeroParameter
-from ds_quant.zero.hooks import AVG_SCATTER, Buckets, ExpectedCall, Hooks, require
+from ds_quant.zero.hooks import AVG_SCATTER, BucketFunctions, ExpectedCall, Hooks, require
 
 _FLUSH = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
@@ -42,7 +42,10 @@ class Partition(Protocol):
 
 
 def wrap_shard_reduction(hooks: Hooks, reduce: Reduce, partition: Partition | None = None) -> None:
-    """Replace the reduce-scatter of gradients, and the storing of its shards if given."""
+    """Replace the reduce-scatter of gradients, and the storing of its shards if given.
+
+    DeepSpeed's reduce-scatter gets tensors only. The method that calls it has their parameters.
+    """
     from deepspeed.runtime.zero import stage3
 
     _reduce_scatter.install(stage3)
@@ -66,7 +69,7 @@ def wrap_shard_reduction(hooks: Hooks, reduce: Reduce, partition: Partition | No
         hooks.wrap(hooks.optimizer, "partition_grads", partition)
 
 
-def shard_buckets(optimizer: ShardOptimizer) -> Buckets:
+def shard_buckets(optimizer: ShardOptimizer) -> BucketFunctions:
     """Return two functions on the buckets in which ZeRO-3 collects gradients.
 
     ``flush()`` reduces their content. ``reduce_zeros(params)`` puts a gradient of zeros into them

@@ -101,8 +101,8 @@ def _gradient_communicators(plugin: Plugin) -> tuple[set[Communicator], set[Comm
         hierarchy = plugin.hierarchy(group)
         if hierarchy.gradients is not None and hierarchy.gradients is not hierarchy.intra:
             without_gathers.add(hierarchy.gradients)
-        if plugin.stock_gradients is None:
-            exchanging.update(hop.communicator for hop in plugin.route(group))
+        if plugin.stock_gradients_reason is None:
+            exchanging.update(hop.communicator for hop in plugin.reduction_hops(group))
             if has_delivery:
                 exchanging.add(hierarchy.flat)
     return exchanging, without_gathers
@@ -119,8 +119,10 @@ def warm_up_kernels(plugin: Plugin, device: torch.device) -> None:
     for codec, dtype, is_difference in _transfers(plugin):
         for numel, jobs in product(_sizes([codec]), _JOBS):
             _warm_up_transfer(plugin, codec, dtype, is_difference, numel, jobs, device)
-    if plugin.stock_gradients is None:
-        for hops in dict.fromkeys(plugin.route(group) for _, group in plugin.served_params):
+    if plugin.stock_gradients_reason is None:
+        for hops in dict.fromkeys(
+            plugin.reduction_hops(group) for _, group in plugin.served_params
+        ):
             if hops[0].communicator.size > 1:
                 _warm_up_reductions(plugin, hops, device)
 
@@ -252,16 +254,16 @@ def _reduce(
     rotation = None
     if spec.block:
         rotation = Rotation(block=spec.block, signs=_ADDRESS if spec.flips else None)
-    nbytes = max(max(sum(step.sent), sum(step.received)) for step in part.steps)
+    nbytes = max(max(sum(hop.sent), sum(hop.received)) for hop in part.hops)
     messages = torch.zeros(nbytes, dtype=torch.uint8, device=sums.device)
-    own_numel = max(part.stop - part.start, *(step.own for step in part.steps))
+    own_numel = max(part.stop - part.start, *(hop.own_numel for hop in part.hops))
     own = sums.new_zeros(own_numel, dtype=torch.float32)
     buffers = [messages, own, messages, own, sums, *tensors]
-    # Operations, each with the hop whose codecs it uses.
-    operations = [*enumerate(step.encode for step in part.steps)]
-    operations += [(0, part.partial), (-1, part.total)]
-    for hop, operation in operations:
-        _run(plugin, operation, buffers, [spec.codecs[hop]] * jobs, rotation)
+    # Operations, each with the index of the hop whose codecs it uses.
+    operations = [*enumerate(hop.encode for hop in part.hops)]
+    operations += [(0, part.partial_sums), (-1, part.final_sums)]
+    for depth, operation in operations:
+        _run(plugin, operation, buffers, [spec.codecs[depth]] * jobs, rotation)
 
 
 def _reducers(hops: Sequence[ReductionHop]) -> list[int]:

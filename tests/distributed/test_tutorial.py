@@ -52,7 +52,9 @@ def test_one_sum_averages_a_gradient_over_the_ranks() -> None:
     world = World(nodes=1, node_size=2, module=module, stage=3, scheme="qsdp")
 
     def reduce(rank: SimulatedRank) -> torch.Tensor:
-        bucket = rank.reduction.begin([module.weight], [gradients[rank.number]], None)
+        bucket = rank.reduction.begin(
+            params=[module.weight], tensors=[gradients[rank.number]], group=None
+        )
         return bucket.finish()[0]
 
     shards = world.all(reduce)

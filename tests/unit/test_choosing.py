@@ -16,8 +16,15 @@ import pytest
 from ds_quant.config.presets import preset_groups
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import choosing
-from ds_quant.policy.choosing import BETWEEN, INSIDE, Place, candidates, recommended, tuned
-from ds_quant.policy.refusals import starts
+from ds_quant.policy.choosing import (
+    BETWEEN,
+    INSIDE,
+    Place,
+    autotune_candidates,
+    candidates,
+    recommended,
+)
+from ds_quant.policy.refusals import can_start
 from ds_quant.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,9 +64,10 @@ def test_what_is_advised_starts_and_is_among_the_schemes_that_a_user_meets(place
     for name in found:
         block = parse_block({"scheme": name})
         where = {"world": place.nodes * place.node_size, "node_size": place.node_size}
-        assert starts(block, stage=place.stage, **where)
-        assert (name in tuned(place)) == (not block.weights.sends_lossless_differences)
-    assert "full_precision" in tuned(place)
+        assert can_start(block, stage=place.stage, **where)
+        is_lossless = block.weights.sends_lossless_differences
+        assert (name in autotune_candidates(place)) == (not is_lossless)
+    assert "full_precision" in autotune_candidates(place)
 
 
 def test_who_accepts_a_full_replica_is_advised_as_if_a_node_had_several_gpus() -> None:

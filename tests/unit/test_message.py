@@ -20,7 +20,7 @@ WHOLE = [BLOCK[:16], BLOCK[16:24], BLOCK[24:]]  # end to end, each of whole 16 b
 
 
 def sent(
-    values: Sequence[torch.Tensor], codecs: Sequence[Codec], *, stays: bool = True
+    values: Sequence[torch.Tensor], codecs: Sequence[Codec], *, values_stay: bool = True
 ) -> tuple[torch.Tensor, bool]:
     """What one of two ranks that send the same receives, and whether its row was packed."""
     numels, world, payloads = [len(tensor) for tensor in values], World(1, 2), []
@@ -36,7 +36,8 @@ def sent(
         send = link.all_gather
         link.all_gather = lambda payload, **how: payloads.append(payload) or send(payload, **how)
         message = Message(parts, rank=rank.number, ranks=2)
-        return message.gather(link, values, bound_codecs, lambda: into, stays=stays).wait()
+        pending = message.gather(link, values, bound_codecs, lambda: into, values_stay=values_stay)
+        return pending.wait()
 
     received = world.all(gather)[1]
     packed = {payload.data_ptr() != values[0].data_ptr() for payload in payloads}
@@ -79,7 +80,7 @@ def test_what_lies_otherwise_is_packed(values: list, codecs: list) -> None:
 
 
 def test_what_may_change_before_it_is_sent_is_packed() -> None:
-    assert sent(WHOLE, [LARGE] * 3, stays=False)[1]
+    assert sent(WHOLE, [LARGE] * 3, values_stay=False)[1]
 
 
 @pytest.mark.parametrize("coded", [False, True])

@@ -50,7 +50,7 @@ def test_what_looks_like_it_is_not_refused(name: str) -> None:
 )
 def test_a_full_replica_needs_a_second_rank(world: int, node_size: int, refused: bool) -> None:
     config = parse_block({"scheme": "sdp4bit"})
-    assert refusals.starts(config, stage=3, world=world, node_size=node_size) is not refused
+    assert refusals.can_start(config, stage=3, world=world, node_size=node_size) is not refused
 
 
 @pytest.mark.parametrize(

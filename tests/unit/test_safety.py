@@ -13,7 +13,7 @@ from ds_quant.runtime import log
 from ds_quant.runtime.copies import checksum, outvoted
 from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.fallback import Fallback, first_nonfinite
-from ds_quant.zero.first_step import judge_first_step
+from ds_quant.zero.first_step import check_first_step
 from ds_quant.zero.plugin import SchemeState
 
 
@@ -83,9 +83,9 @@ def test_lossless_differences_of_a_first_step_may_be_short(
     )  # fmt: skip
     logged: list[str] = []
     monkeypatch.setattr(log, "log_rank0", logged.append)
-    judge_first_step(plugin, ["weights", "gradients"])
-    (judge,) = plugin.hooks.after_step
-    judge(True)  # skipped: the next one counts
-    judge(False)
+    check_first_step(plugin, ["weights", "gradients"])
+    (check,) = plugin.hooks.after_step
+    check(True)  # skipped: the next one counts
+    check(False)
     assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
     assert plugin.hooks.after_step == []

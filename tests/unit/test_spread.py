@@ -31,7 +31,7 @@ def test_chunks_are_finished_in_order_and_only_as_far_as_needed() -> None:
     events.clear()
     spread.finish([2])
     assert events == ["decode 0", "decode 1"]
-    assert [i for i in range(8) if spread.misses([i])] == [4, 5, 6, 7]
+    assert [i for i in range(8) if spread.awaits([i])] == [4, 5, 6, 7]
     spread.finish([0, 3])
     assert events == ["decode 0", "decode 1"]
     spread.finish()
@@ -74,5 +74,5 @@ def test_closing_awaits_what_was_posted_and_posts_no_more() -> None:
 def test_an_exchange_of_nothing_is_finished() -> None:
     spread = ChunkedExchange()
     spread.begin([])
-    assert not spread.misses(range(9))
+    assert not spread.awaits(range(9))
     spread.finish()

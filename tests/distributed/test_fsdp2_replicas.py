@@ -441,8 +441,9 @@ def test_hsdp_receives_four_bytes_between_nodes_and_eden4_one() -> None:
     assert per_node == pytest.approx(volume / 2, rel=0.02)
     assert front.line.startswith(
         f"eden4 on FSDP2 with replicas, volume {volume:.2f} B/param/step between nodes "
-        "(bf16 4.00); 2 replicas of 2 ranks; "
+        "(bf16 4.00), all weights, 2 small tensors unquantized ("
     )
+    assert "; 2 replicas of 2 ranks; " in front.line
     assert "weights stay in the node, exact; " in front.line
     assert f"{volume / 2:.2f} B/param/step received per node" in front.line
     inside = sum(hops["intra"] for hops in received.values())

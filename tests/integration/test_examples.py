@@ -93,6 +93,7 @@ def _sharded_on_the_cpu(folder: str, name: str) -> str:
     return _script(folder, name)
 
 
+@pytest.mark.slow
 def test_accelerate_trains_with_its_fsdp2_plugin(folder: Path) -> None:
     environment = {"ACCELERATE_USE_CPU": "true"}
     name = "fsdp2_accelerate.py"

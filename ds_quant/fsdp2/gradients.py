@@ -97,7 +97,8 @@ class QuantizedReduceScatter(ReduceScatter):
         """
         front = self._front
         plan = self._plan(input_tensor, self._scale(op))
-        bound_codecs, rotations = self._bind(plan)
+        step = (front.step << 24) + self._backwards
+        bound_codecs, rotations = self._bind(plan, step)
         self._backwards += 1
         if front.defers_inter_node and not (front.is_last_backward and self._sharded.crosses):
             self._accumulate(plan, input_tensor, bound_codecs, rotations)
@@ -111,7 +112,6 @@ class QuantizedReduceScatter(ReduceScatter):
             [input_tensor], bound_codecs, rotations, into=total, partial_sums=partial_sums
         ).wait()
         if plan.returned is not None:
-            step = (front.step << 24) + self._backwards
             codecs, signs = _bound(plan.returned_codecs, step, step)
             plan.returned.send(total, output_tensor, [bound for (bound,) in codecs], signs)
 
@@ -179,13 +179,12 @@ class QuantizedReduceScatter(ReduceScatter):
         return partial_sums.values
 
     def _bind(
-        self, plan: _Plan
+        self, plan: _Plan, step: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
         """Return the codecs of this backward on every hop, and the rotation of each gradient."""
-        step = self._front.step << 24
         # One pattern of signs for all backwards whose rotated values are added up.
-        signs_step = step if self._front.defers_inter_node else step + self._backwards
-        return _bound(plan.gradient_codecs, step + self._backwards, signs_step)
+        signs_step = self._front.step << 24 if self._front.defers_inter_node else step
+        return _bound(plan.gradient_codecs, step, signs_step)
 
     def _plan(self, gradients: Tensor, scale: float) -> _Plan:
         full = self._front.is_full_precision(self._front.step)

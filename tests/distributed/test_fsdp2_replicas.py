@@ -7,6 +7,7 @@ import zlib
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,9 +16,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
+from ds_quant.comm.returned_sums import ReturnedSums
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.test_fsdp2 import WIDTH, Net, new_model, sharded, weights_of
 from tests.thin import thinned
+from tests.unit import wire_oracle as oracle
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -221,6 +224,60 @@ def test_sums_have_the_errors_of_both_halves_and_no_bias() -> None:
         assert error(mean) < 1.3 / 8 * error(gradients[scheme][0]), scheme
 
 
+@pytest.mark.parametrize("scheme", thinned(["eden4", "sdp4bit"], lambda scheme: scheme == "eden4"))
+@on_ranks(4)
+def test_sums_go_back_as_the_wire_page_says(scheme: str) -> None:
+    """Of one matrix, whose shards of 2048 elements are summed in pieces of 1024."""
+    model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh_of(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    block = {"scheme": scheme, "min_numel": 64, "checksum_steps": 0}
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+    node, local = divmod(torch.distributed.get_rank(), 2)
+    for _ in range(2):
+        optimizer.step()
+    returned: list[torch.Tensor] = []
+    payloads: list[torch.Tensor] = []
+    send, inter = ReturnedSums.send, front.hierarchy.inter
+    all_gather = inter.all_gather
+
+    def recorded(self: Any, sums: torch.Tensor, *others: Any) -> None:
+        returned.append(sums[:1024].clone())
+        send(self, sums, *others)
+
+    def gathered(payload: torch.Tensor, *, role: str) -> Any:
+        payloads.append(payload.clone())
+        return all_gather(payload, role=role)
+
+    ReturnedSums.send, inter.all_gather = recorded, gathered
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    model(x).square().mean().backward()
+    h = 128 if scheme == "eden4" else 32
+    fmt = oracle.Format(bits=4, group=128, gaussian=scheme == "eden4", rounding="stochastic")
+
+    def key(stream: int, hop: int) -> int:
+        return oracle.key_of(seed=0, role=1, parameter=0, stream=stream, hop=hop)
+
+    step = 2 << 24
+    signs = np.ones(h, np.float32)
+    if scheme == "eden4":
+        signs = oracle.signs_of(key(0, 98), step, h)
+    values = returned[0].numpy().reshape(-1, h) * signs
+    expected = oracle.encode(
+        oracle.rotate(values.reshape(-1), h),
+        fmt,
+        stream=(key(2 * node + local + 1, 97), step),
+        first=16 * (2048 * local + 1024 * node),
+    )
+    sent = payloads[0].numpy().tobytes()
+    assert sent[: len(expected)] == expected
+    rows = of_all_ranks(sent)
+    decoded = [oracle.decode(rows[2 * n + local], fmt, 1024) for n in range(2)]
+    found = model.weight.grad.to_local().numpy().reshape(2, 1024)
+    for n in range(2):
+        pieces = oracle.unrotate(decoded[n].astype(np.float32), h, 1.0).reshape(-1, h) * signs
+        assert np.array_equal(found[n], pieces.reshape(-1))
+
+
 @pytest.mark.slow
 @on_ranks(4)
 def test_a_divide_factor_of_the_user_is_taken_over() -> None:
@@ -237,7 +294,7 @@ def test_a_divide_factor_of_the_user_is_taken_over() -> None:
             if block is not None:
                 fsdp2.attach(model, block, optimizer=optimizer)
             model(torch.ones(1, WIDTH)).sum().backward()
-            found.append(model.head.bias.grad.full_tensor())
+            found.append(model.uneven.weight.grad.full_tensor())
     assert len(found) == 8
     torch.testing.assert_close(found[4:], found[:4])
 

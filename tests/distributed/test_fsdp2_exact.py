@@ -16,7 +16,7 @@ from tests.distributed.harness import on_ranks
 from tests.distributed.test_fsdp2 import weights_of
 from tests.thin import thinned
 
-CASES = [(2, 4, 4), (4, 4, 4), *product((2, 4), (1, 4), (60,))]
+CASES = [(2, 4, 3), (4, 4, 3), *product((2, 4), (1, 4), (60,))]
 SMALL = (1, 2, 3, 5, 6)  # layers of the model that are small, of odd shapes
 
 
@@ -46,9 +46,9 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("world", "micro_steps", "steps"), thinned(CASES, lambda *case: case[-1] < 60)
+    ("world", "micro_steps", "steps"), thinned(CASES, lambda *case: case == (2, 4, 3))
 )
-@on_ranks(timeout=300)
+@on_ranks(timeout=600)
 def test_nothing_quantized_trains_as_fsdp2_alone(world: int, micro_steps: int, steps: int) -> None:
     """Bit for bit on two ranks; on two nodes of two, sums have another order."""
     plain_losses, plain = trained(None, micro_steps, steps)

@@ -12,6 +12,7 @@ from ds_quant.config.errors import KEY, ConfigError, show
 from ds_quant.config.schema import QuantizedCommConfig
 
 VARIABLE = "DS_QUANT_BLOCK"
+KILL_VARIABLE = "DS_QUANT_KILL_FILE"  # names a file whose existence switches quantization off
 CONFIG_WINS = f"{VARIABLE} is set, too: the block in the DeepSpeed config is used"
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
-from ds_quant.config.environment import VARIABLE
+from ds_quant.config.environment import KILL_VARIABLE, VARIABLE
 from ds_quant.config.errors import KEY, ConfigError
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
@@ -110,12 +110,19 @@ def attach(
         if config.metrics.file is not None and config.metrics.interval and rank == 0:
             front.telemetry = Telemetry(front, config.metrics)
             front.telemetry.arm()
-    names = [param.name for param in front.params.values()]
-    warn_of_unmatched(config.exclude, names)
-    front.line = start_line(front)
-    log.info_rank0(f"{KEY}: {front.line}")
+    _announce(front)
     _fronts[model] = front
     return front
+
+
+def _announce(front: Front) -> None:
+    """Log the start-up line and its warnings on rank 0."""
+    if os.environ.get(KILL_VARIABLE, "").strip():
+        front.notices.append(f"{KILL_VARIABLE} is not watched under FSDP2")
+    names = [param.name for param in front.params.values()]
+    warn_of_unmatched(front.scheme.block.exclude, names)
+    front.line = start_line(front)
+    log.info_rank0(f"{KEY}: {front.line}")
 
 
 def front_of(model: nn.Module) -> Front | None:

@@ -18,7 +18,7 @@ from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
-from ds_quant.config.environment import VARIABLE
+from ds_quant.config.environment import KILL_VARIABLE, VARIABLE
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
@@ -42,7 +42,7 @@ from ds_quant.zero import (
 from ds_quant.zero.advice import advice, one_bucket_advice
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ShardOptimizer, ZeroOptimizer
 from ds_quant.zero.equal_buckets import require_equal
-from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
+from ds_quant.zero.fallback import Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.memory_check import require_memory

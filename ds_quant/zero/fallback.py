@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ds_quant.config.environment import KILL_VARIABLE
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.runtime import log
 from ds_quant.runtime.param import Param
 from ds_quant.zero import hooks
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.world import broadcast, minimum
-
-KILL_VARIABLE = "DS_QUANT_KILL_FILE"
 
 
 def kill_file() -> Path | None:

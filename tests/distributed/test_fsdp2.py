@@ -285,24 +285,34 @@ def _save(folder: str) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in weights_of(model).items()}
 
 
-def _load(folder: str) -> dict[str, np.ndarray]:
-    """Load what `_save` has saved, on other ranks and without a block."""
+def _load(folder: str, block: dict[str, Any] | None) -> dict[str, np.ndarray]:
+    """Load what `_save` has saved, on other ranks and with another block or none."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     model = sharded(new_model())
-    state = {"model": get_model_state_dict(model)}
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if block is not None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        state["quantized_comm"] = fsdp2.attach(model, block, optimizer=optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
+    if block is not None:
+        ds_quant.resync(model)
+        assert ds_quant.report(model)["steps"] == 2
+        assert model(torch.ones(2, WIDTH)).isfinite().all()
+        model.reshard()
     return {name: value.numpy() for name, value in weights_of(model).items()}
 
 
-def test_a_saved_model_is_loaded_on_fewer_ranks_without_the_plugin(tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_on_fewer_ranks_with_and_without_the_plugin(tmp_path: Path) -> None:
     saved, *_ = run(_save, 4, str(tmp_path))
-    for loaded in run(_load, 2, str(tmp_path)):
-        assert loaded.keys() == saved.keys()
-        for name, value in saved.items():
-            assert np.array_equal(loaded[name], value), name
+    two_nodes = {"scheme": "sdp4bit", "node_size": 1, "allow_full_replica": True}
+    for block in (None, two_nodes):
+        for loaded in run(_load, 2, str(tmp_path), block):
+            assert loaded.keys() == saved.keys()
+            for name, value in saved.items():
+                assert np.array_equal(loaded[name], value), name
 
 
 # ---- refusals ----

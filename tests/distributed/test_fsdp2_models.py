@@ -15,6 +15,7 @@ from ds_quant import fsdp2
 from ds_quant.runtime.handshake import StartError
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_fsdp2 import WIDTH, Net, new_model, sharded, train, weights_of
+from tests.thin import thinned
 
 
 class Checkpointed(Net):
@@ -51,7 +52,9 @@ def losses_and_weights(
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("model_class", [Checkpointed, Tied])
+@pytest.mark.parametrize(
+    "model_class", thinned([Checkpointed, Tied], lambda model_class: model_class is Tied)
+)
 @on_ranks(4)
 def test_models_train_as_alone_and_near_it_in_4_bits(model_class: type[nn.Module]) -> None:
     plain_losses, plain = losses_and_weights(model_class, None)
@@ -64,7 +67,7 @@ def test_models_train_as_alone_and_near_it_in_4_bits(model_class: type[nn.Module
     assert quantized == pytest.approx(plain_losses, rel=0.05)
 
 
-@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+@pytest.mark.parametrize("scheme", thinned(["qsdp", "sdp4bit"], lambda scheme: scheme == "sdp4bit"))
 @on_ranks(4)
 def test_evaluations_between_steps_change_no_bit_of_the_training(scheme: str) -> None:
     """They gather the weights once more, with the same random bits."""

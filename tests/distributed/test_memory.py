@@ -237,7 +237,7 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
         assert all(0.99 <= ratio <= measured[case] + 0.2 for case, ratio in found.items()), found
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 3))
 @on_ranks(4)
 def test_gradients_that_have_no_room_to_wait_are_refused_with_the_way_out(stage: int) -> None:
     """Where 1 MB is left."""
@@ -292,7 +292,9 @@ def in_host_memory(rows: list[Row]) -> dict[str, golden_runs.Outcome]:
 
 
 @same_versions
-@pytest.mark.parametrize("topology", ["2x1", "2x2", "4x1"])
+@pytest.mark.parametrize(
+    "topology", thinned(["2x1", "2x2", "4x1"], lambda topology: topology == "2x2")
+)
 def test_runs_equal_the_recorded_ones(topology: str) -> None:
     """Their messages, too. Kernels never meet a tensor in host memory, else it raises."""
     rows = [row for row in GOLDEN if row.topology == topology]
@@ -322,7 +324,9 @@ def on_the_device(scheme: str, offloads: bool) -> dict[str, Any]:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", ["sdp4bit", "lossless"])
+@pytest.mark.parametrize(
+    "scheme", thinned(["sdp4bit", "lossless"], lambda scheme: scheme == "sdp4bit")
+)
 def test_the_device_has_all_bytes_of_the_shard_to_itself(scheme: str) -> None:
     before, after = (run(on_the_device, 4, scheme, offloads) for offloads in (False, True))
     for on_device, on_host in zip(before, after, strict=True):

@@ -108,6 +108,7 @@ for kind, blocks in (*((kind, [QSDP, BLOCKS[-3]]) for kind in KINDS), ("bitsandb
     TABLE.add(
         kind if kind in KINDS else f"{kind}, every scheme", Way(block=None),
         *(Way(block=block) for block in blocks), holds=keeps_every_byte, block={}, world=4,
+        quick=(3,) if kind in KINDS else (),
         model=partial(adapted, kind), stages=(3,),
     )  # fmt: skip
 for name, block in {"qsdp": QSDP, "sdp4bit": {"scheme": "sdp4bit"}, "intra": INTRA}.items():

@@ -161,22 +161,25 @@ def faults(
 
 @pytest.mark.parametrize(
     ("stage", "scheme", "zero"),
-    [
-        (3, "sdp4bit", PREFETCH),
-        (3, "lossless_g3", PREFETCH),
-        (3, "qsdp", PREFETCH),
-        (3, "eden3", PREFETCH),
-        (3, "zeropp", PREFETCH),
-        (3, "hybrid", PREFETCH),
-        (3, "full_precision", {}),
-        (3, "sdp4bit", OFFLOAD),
-        (3, "sdp4bit", SEPARATE_GRADIENTS),
-        (3, "lossless_w_g3", SEPARATE_GRADIENTS),
-        (2, "sdp4bit", {}),
-        (2, "lossless_g3", {}),
-        (2, "eden3", {}),
-        (2, "sdp4bit", OFFLOAD),
-    ],
+    thinned(
+        [
+            (3, "sdp4bit", PREFETCH),
+            (3, "lossless_g3", PREFETCH),
+            (3, "qsdp", PREFETCH),
+            (3, "eden3", PREFETCH),
+            (3, "zeropp", PREFETCH),
+            (3, "hybrid", PREFETCH),
+            (3, "full_precision", {}),
+            (3, "sdp4bit", OFFLOAD),
+            (3, "sdp4bit", SEPARATE_GRADIENTS),
+            (3, "lossless_w_g3", SEPARATE_GRADIENTS),
+            (2, "sdp4bit", {}),
+            (2, "lossless_g3", {}),
+            (2, "eden3", {}),
+            (2, "sdp4bit", OFFLOAD),
+        ],
+        lambda stage, scheme, zero: scheme in ("sdp4bit", "lossless_g3", "lossless_w_g3"),
+    ),
     ids=str,
 )
 @on_ranks(1, environment=OWN_GROUP)

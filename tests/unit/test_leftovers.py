@@ -30,6 +30,19 @@ def test_a_lock_that_nobody_holds_is_named_with_its_operator_and_remedy(lock: Pa
     assert "operator cpu_adam that did not end" in check.found
 
 
+def test_a_lock_that_goes_while_locks_are_compared_is_not_named(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock.touch()
+
+    def end_of_build() -> list[str]:
+        lock.unlink()
+        return []
+
+    monkeypatch.setattr(leftovers, "_open_files", end_of_build)
+    assert leftovers.idle_locks() == []
+
+
 def test_a_lock_of_a_build_that_goes_on_is_left_alone(lock: Path) -> None:
     """torch opens it so, and closes it when the operator is built."""
     descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)

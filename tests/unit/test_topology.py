@@ -131,5 +131,13 @@ def test_uneven_hosts_get_the_largest_nodes_that_fit_and_a_warning(
     assert f"hosts hold {', '.join(map(str, runs))} ranks" in warning
 
 
+@pytest.mark.parametrize(("count", "is_cut"), [(8, False), (9, True)])
+def test_a_warning_lists_the_ranks_of_eight_hosts_at_most(count: int, is_cut: bool) -> None:
+    runs = [8, *[4] * (count - 1)]
+    hosts = [f"host{index}" for index, ranks in enumerate(runs) for _ in range(ranks)]
+    _, warning = place(hosts, given=None, launched=[None] * len(hosts))
+    assert f"hosts hold {', '.join(map(str, runs[:8]))}{' ...' if is_cut else ''} ranks" in warning
+
+
 def test_launchers_that_contradict_each_other_are_not_believed() -> None:
     assert place(FOUR, given=None, launched=[("LOCAL_SIZE", 2), *told(1, 3)])[0] == 4

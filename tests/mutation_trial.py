@@ -205,7 +205,8 @@ def _play(trial: Trial, folder: Path) -> int:
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]
     here = str(Path(__file__).resolve().parents[1])
-    sys.path[:] = [str(folder), *(path for path in sys.path if not path.startswith(here))]
+    # A virtual environment may lie in the checkout: only the checkout itself is left out.
+    sys.path[:] = [str(folder), *(path for path in sys.path if path != here)]
     sys.argv = ["pytest"]
     main = sys.modules["__main__"]
     main.__spec__ = None  # ranks would import this command

@@ -93,7 +93,7 @@ class QuantizedReduceScatter(ReduceScatter):
         Before the last backward: 1. reduce inside the node  2. return zeros.
 
         Raises:
-            RuntimeError: ``op`` is neither a sum nor a mean, or a parameter has no gradient.
+            RuntimeError: a parameter has no gradient.
         """
         front = self._front
         plan = self._plan(input_tensor, self._scale(op))
@@ -135,17 +135,13 @@ class QuantizedReduceScatter(ReduceScatter):
         self._backwards = 0
 
     def _scale(self, op: Any) -> float:
+        """Return the factor of the sum over all ranks; after ``SUM`` FSDP2 divides, too."""
         factor = self._sharded.divide_factor
         if op == dist.ReduceOp.SUM:
             # FSDP2 divides by the user's factor, else by the ranks of a shard group.
             return 1 / self._front.replicas if factor is None else 1.0
-        if op == dist.ReduceOp.AVG:
-            return 1 / (factor or self._front.hierarchy.size)
-        raise RuntimeError(
-            "quantized_comm: set_gradient_divide_factor makes FSDP2 ask for a premultiplied sum, "
-            "whose factor cannot be read: call set_force_sum_reduction_for_comms(True) on the same "
-            "module, and FSDP2 divides itself"
-        )
+        # A mean, or a sum premultiplied by the inverse of the user's factor.
+        return 1 / (factor or self._front.hierarchy.size)
 
     def _accumulate(
         self,

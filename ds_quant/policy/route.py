@@ -163,23 +163,11 @@ class Routes:
         difference = self.scheme.difference and codec is not None
         # Lossless differences need a reference, which ZeRO-1 and 2 keep.
         lossless = self._is_lossless(dtype) and self.stage < 3
+        hop = Hop(level="flat", codec=codec, per=per, difference=difference, lossless=lossless)
         if not (self.two_levels and full_world):
-            flat = Hop(
-                level="flat",
-                codec=codec,
-                per=per,
-                difference=difference,
-                lossless=lossless,
-            )
-            return Route(hops=(flat,))
-        inter_node = Hop(
-            level="inter",
-            codec=codec,
-            per=per,
-            difference=difference,
-            lossless=lossless,
-        )
-        return Route(hops=(inter_node, replace(inter_node, level="intra", forwards=True)))
+            return Route(hops=(hop,))
+        inter_node = replace(hop, level="inter")
+        return Route(hops=(inter_node, replace(hop, level="intra", forwards=True)))
 
     def _node_shard_weights(
         self,

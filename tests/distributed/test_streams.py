@@ -108,7 +108,7 @@ def _become_a_device(model: Any, lost: str) -> None:
     telemetry.device_clock = lambda _: clock
 
     def touched(
-        wire: Any, starts: Any, lengths: Any, base: Any, out: Any, status: Any, *, backend: str
+        wire: Any, starts: Any, lengths: Any, reference: Any, out: Any, status: Any, *, backend: str
     ) -> None:
         out.add_(wire.sum() * 0)  # zeros are no message
         status.add_(0)

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import pkgutil
 import warnings
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -16,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest  # noqa: F401
 import torch
 
-import ds_quant  # noqa: F401  (installs its hook before DeepSpeed is imported)
+import ds_quant  # installs its hook before DeepSpeed is imported
 
 torch.set_num_threads(1)
 
@@ -28,6 +29,7 @@ import torch._inductor.compile_fx
 import torch._inductor.config
 from deepspeed.utils import logger
 
+import tests.distributed
 from ds_quant.config.presets import preset_description, preset_names
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes 30 s to build, not used
@@ -47,6 +49,13 @@ for name in (
         importlib.import_module(name)
 for name in preset_names():
     preset_description(name)
+# Every rank would import most modules of the plugin and of the tests, too.
+for module in pkgutil.walk_packages(ds_quant.__path__, "ds_quant."):
+    if module.name != "ds_quant.kernels._native":  # a C++ library, which Python cannot import
+        importlib.import_module(module.name)
+for module in pkgutil.iter_modules(tests.distributed.__path__, "tests.distributed."):
+    if not module.name.startswith("tests.distributed.test_") and module.name != __name__:
+        importlib.import_module(module.name)
 torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed formats parameters it never prints
 gc.freeze()
 

@@ -125,7 +125,8 @@ class Row:
     world: ranks.
     steps: optimizer steps.
     save_at: step before which a checkpoint is saved; None: no checkpoint.
-    quick: stages that `make test` trains; the feature's other stages are slow tests.
+    quick: stages that `make test` trains; the feature's other stages are slow tests. None: one
+        stage, another one in every row.
     of_mean: True to average losses over the ranks before the comparison.
     alike: True if all ranks compute with equal bits.
     """
@@ -137,7 +138,7 @@ class Row:
     world: int = 2
     steps: int = 3
     save_at: int | None = None
-    quick: tuple[int, ...] = (1, 2, 3)
+    quick: tuple[int, ...] | None = None
     of_mean: bool = False
     alike: bool = True
 
@@ -173,7 +174,11 @@ class Table:
         return thinned(self.cases(), self.is_quick)
 
     def is_quick(self, title: str, stage: int) -> bool:
-        return stage in self.rows[title].quick
+        row = self.rows[title]
+        if row.quick is not None:
+            return stage in row.quick
+        stages = row.feature.stages
+        return stage == stages[list(self.rows).index(title) % len(stages)]
 
     def start_of(self, title: str, stage: int) -> tuple[str, int, bool]:
         """Return the key of the start: cases with equal keys are trained together.

@@ -33,6 +33,7 @@ from tests.distributed.models import (
     train_steps,
     watch,
 )
+from tests.thin import every_second
 
 
 class HandsOut(nn.Linear):
@@ -136,7 +137,7 @@ def with_a_late_layer(block: dict[str, Any] | None, ordered: bool) -> tuple[Any,
     return losses, master_bits(engine), beside
 
 
-@pytest.mark.parametrize("block", [QSDP, {"scheme": "sdp4bit", "node_size": 2}], ids=str)
+@pytest.mark.parametrize("block", every_second([QSDP, {"scheme": "sdp4bit", "node_size": 2}]))
 def test_every_order_of_a_fetch_trains_alike(block: dict[str, Any]) -> None:
     environment = {"TEST_COLLECTIVE_TIMEOUT": "20"}
     found, other = (

@@ -19,6 +19,7 @@ from ds_quant.resources import resource_dir
 from ds_quant.tools import migrate
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import BATCH, build, train_step, train_steps
+from tests.thin import thinned
 
 FILES = resource_dir("configs").glob("*.json")
 CONFIGS = {path.stem: json.loads(path.read_text("utf-8")) for path in FILES}
@@ -66,9 +67,11 @@ def config_of(name: str) -> dict[str, Any]:
     return {**found, **more, "train_micro_batch_size_per_gpu": BATCH}
 
 
+@pytest.mark.parametrize("every", thinned([4, 1], lambda every: every == 4))
 @on_ranks(4, timeout=240)
-def test_every_translated_config_trains() -> None:
-    for name in MIGRATED:
+def test_every_translated_config_trains(every: int) -> None:
+    """every: the distance of the configs that train; 1: all of them."""
+    for name in list(MIGRATED)[::every]:
         engine = build(config_of(name))
         losses = train_steps(engine, 6)
         assert engine.ds_quant_plugin.scheme.name == MIGRATED[name]["block"]["scheme"]

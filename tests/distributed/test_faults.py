@@ -163,10 +163,8 @@ def trained_on(fault: Fault, folder: str, resumed: bool) -> tuple[list[float], d
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 QUICK = (
-    "rank killed while weights travel, qsdp, ZeRO-3",
     "rank killed while gradients travel, sdp4bit, ZeRO-3",
     "rank cut off while weights travel, sdp4bit, ZeRO-2",
-    "rank killed while it saves a checkpoint, qsdp, ZeRO-2",
 )
 
 # What gloo says, below our sentence or, in DeepSpeed's own collectives, alone.

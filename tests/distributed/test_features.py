@@ -63,7 +63,7 @@ def near(run: Run, other: Run) -> None:
 
 
 for place, (name, feature) in enumerate(ALL_FEATURES.items()):
-    # make test trains every second feature at one stage, in turns; there it also meets a scheme
+    # make test trains every fourth feature at one stage, in turns; there it also meets a scheme
     # that keeps weights.
     quick = feature.stages[place % len(feature.stages)]
     for stage in feature.stages:
@@ -71,7 +71,7 @@ for place, (name, feature) in enumerate(ALL_FEATURES.items()):
         TABLE.add(
             f"ZeRO-{stage}, {name}", Way(block=None), *(Way(block=b) for b in EXACT.values()),
             Way(), *kept, holds=near, of_mean=True, feature=replace(feature, stages=(stage,)),
-            steps=6, quick=(quick,) if place % 2 == 0 else (),
+            steps=6, quick=(quick,) if place % 4 == 0 else (),
         )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ for stage in (2, 3):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 3))
+@pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 2))
 def test_schemes_train_in_fp16_as_without_the_plugin(stage: int) -> None:
     TABLE.check(f"fp16, ZeRO-{stage}", stage)
 

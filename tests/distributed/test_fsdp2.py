@@ -100,7 +100,7 @@ def all_equal(weights: dict[str, torch.Tensor]) -> bool:
     ("world", "scheme", "micro_steps"),
     thinned(
         [(2, "full_precision", 1), (4, "full_precision", 4), (4, "hybrid", 1), (4, "hybrid", 4)],
-        lambda *case: case == (4, "hybrid", 4),
+        lambda *case: case == (4, "hybrid", 1),
     ),
 )
 @on_ranks()
@@ -125,7 +125,7 @@ COMPARED = "full_precision", "qsdp", "zeropp", "sdp4bit", "eden4"
 @pytest.mark.parametrize(
     ("micro_steps", "schemes"),
     thinned(
-        [(4, ("full_precision", "sdp4bit")), (1, COMPARED), (4, COMPARED)],
+        [(1, ("full_precision", "sdp4bit")), (1, COMPARED), (4, COMPARED)],
         lambda micro_steps, schemes: schemes is not COMPARED,
     ),
 )
@@ -220,7 +220,9 @@ def rows(step: int) -> torch.Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit", "eden4"])
+@pytest.mark.parametrize(
+    "scheme", thinned(["qsdp", "sdp4bit", "eden4"], lambda scheme: scheme == "sdp4bit")
+)
 @on_ranks(4)
 def test_losses_are_bit_for_bit_those_of_zero3(scheme: str) -> None:
     """The same sums and the same decoded weights, in fp32 and with plain gradient descent."""

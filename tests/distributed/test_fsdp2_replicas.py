@@ -118,7 +118,7 @@ def test_full_precision_trains_as_hsdp_alone(micro_steps: int, dimensions: int) 
 
 @pytest.mark.parametrize(
     ("scheme", "micro_steps"),
-    thinned(product(("eden4", "sdp4bit", "qsdp"), (1, 4)), lambda *case: case == ("eden4", 4)),
+    thinned(product(("eden4", "sdp4bit", "qsdp"), (1, 4)), lambda *case: case == ("eden4", 1)),
 )
 @on_ranks(4)
 def test_replicas_end_with_equal_bits(scheme: str, micro_steps: int) -> None:

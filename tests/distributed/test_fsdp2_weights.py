@@ -55,7 +55,10 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 # ---- lossless differences ----
 
 
-@pytest.mark.parametrize(("scheme", "micro_steps"), [("lossless", 4), ("lossless_w_g3", 1)])
+@pytest.mark.parametrize(
+    ("scheme", "micro_steps"),
+    thinned([("lossless", 4), ("lossless_w_g3", 1)], lambda scheme, _: scheme == "lossless_w_g3"),
+)
 @on_ranks(4)
 def test_lossless_weights_are_those_of_exact_ones_bit_for_bit(
     scheme: str, micro_steps: int
@@ -236,7 +239,10 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(
     ("scheme", "micro_steps", "steps", "most"),
-    [("eden4", 8, 1, 1.06), ("lossless_w_g3", 1, 2, 0.8)],
+    thinned(
+        [("eden4", 8, 1, 1.06), ("lossless_w_g3", 1, 2, 0.8)],
+        lambda scheme, *_: scheme == "lossless_w_g3",
+    ),
 )
 @on_ranks(4)
 def test_bytes_between_nodes_stay_below_a_bound(

@@ -20,6 +20,7 @@ from tests.distributed.host_cost import (
     measure_fsdp2,
     small_layers,
 )
+from tests.thin import every_second
 
 
 class Budget(NamedTuple):
@@ -87,7 +88,7 @@ def test_a_step_stays_within_its_budget(scheme: str, stage: int, world: W) -> No
     check(found, budget)
 
 
-@pytest.mark.parametrize("scheme", LAYER)
+@pytest.mark.parametrize("scheme", every_second(list(LAYER)))
 def test_a_layer_of_a_large_model_stays_within_its_budget(scheme: str) -> None:
     needs.deepspeed("0.19", "fetches in another way")
     counts = measure(llama_layer(scheme))
@@ -140,8 +141,9 @@ def test_growth_of_calls_with_the_ranks_is_bounded_under_fsdp2(scheme: str) -> N
 # ---- all ----
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+@pytest.mark.parametrize(
+    ("scheme", "stage"), every_second([("qsdp", 2), ("qsdp", 3), ("sdp4bit", 3), ("sdp4bit", 2)])
+)
 def test_growth_of_calls_with_the_ranks_is_bounded(scheme: str, stage: int) -> None:
     few, many = (spent(scheme, stage, W(n, n))["calls"] for n in (2, 8))
     assert many <= GROWTH * few
@@ -155,6 +157,7 @@ def test_nothing_of_deepspeed_alone_is_counted(stage: int) -> None:
     assert counts["all views"] > 0 and counts["all torch"] > 0
 
 
+@pytest.mark.slow
 def test_figures_of_a_llama_layer_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--llama-layer", "--schemes", "none", "qsdp"]) == 0
     alone, ours = capsys.readouterr().out.splitlines()

@@ -130,7 +130,11 @@ def test_zero3_reduces_by_the_scheme_and_counts_what_muon_gathers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("matrices", "in_bucket", "price"), [(40, 40, 8.0), (6, 6, 9.33), (6, 2, 12.0), (6, 1, 20.0)]
+    ("matrices", "in_bucket", "price"),
+    thinned(
+        [(40, 40, 8.0), (6, 6, 9.33), (6, 2, 12.0), (6, 1, 20.0)],
+        lambda matrices, in_bucket, _: in_bucket in (2, 6),
+    ),
 )
 @on_ranks(4)
 def test_the_padding_of_rounds_is_priced(matrices: int, in_bucket: int, price: float) -> None:
@@ -187,7 +191,7 @@ def test_a_smaller_bucket_is_advised_only_if_every_rank_has_a_matrix_of_it() -> 
 
 @pytest.mark.parametrize(
     ("world", "stage"),
-    thinned([(2, 1), (2, 2), (2, 3), (4, 2), (4, 3)], lambda *case: case in ((2, 2), (2, 3))),
+    thinned([(2, 1), (2, 2), (2, 3), (4, 2), (4, 3)], lambda *case: case == (2, 2)),
 )
 @on_ranks()
 def test_in_full_precision_it_trains_as_without_the_plugin(world: int, stage: int) -> None:

@@ -83,6 +83,7 @@ def adapted(kind: str) -> nn.Module:
 
 TABLE = Table(__name__)
 KINDS = ["subclass", "quant_state", "bnb_quantized", "module state", "W_q"]
+QUICK = ("subclass", "module state")
 QSDP, INTRA = {"scheme": "qsdp"}, {"scheme": "sdp4bit", "weights": {"intra": {"bits": 8}}}
 LEARNED = {"bits": 4, "rounding": "nearest", "levels": "learned", "level_steps": [1]}
 # Every preset; gathers inside a node quantized; autotune where qsdp is what it can take.
@@ -108,13 +109,14 @@ for kind, blocks in (*((kind, [QSDP, BLOCKS[-3]]) for kind in KINDS), ("bitsandb
     TABLE.add(
         kind if kind in KINDS else f"{kind}, every scheme", Way(block=None),
         *(Way(block=block) for block in blocks), holds=keeps_every_byte, block={}, world=4,
-        quick=(3,) if kind in KINDS else (),
+        quick=(3,) if kind in QUICK else (),
         model=partial(adapted, kind), stages=(3,),
     )  # fmt: skip
 for name, block in {"qsdp": QSDP, "sdp4bit": {"scheme": "sdp4bit"}, "intra": INTRA}.items():
     TABLE.add(
         f"resumed {name}", Way(), Way(resumes=True), holds=same_weights, save_at=1, world=4,
         block={"node_size": 2, **block}, model=partial(adapted, "subclass"), stages=(3,),
+        quick=(3,) if name == "sdp4bit" else (),
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     ("code", "expected"),
     [
         (IMPORTS["torch first"], "inactive"),
-        ("import ds_quant\nimport deepspeed", "active"),
+        pytest.param("import ds_quant\nimport deepspeed", "active", marks=pytest.mark.slow),
         ("import deepspeed\nimport ds_quant", "active"),
     ],
     ids=["not imported", "imported before", "imported after"],
@@ -121,7 +121,12 @@ BREAK = "import sys\nsys.modules['ds_quant.zero.hooks'] = None  # importing it n
 
 @pytest.mark.parametrize(
     ("code", "environment"),
-    [(IMPORTS["torch first"], {}), ("import torch\nimport deepspeed\nimport ds_quant", OFF)],
+    [
+        (IMPORTS["torch first"], {}),
+        pytest.param(
+            "import torch\nimport deepspeed\nimport ds_quant", OFF, marks=pytest.mark.slow
+        ),
+    ],
     ids=["while deepspeed is imported", "when deepspeed is there already"],
 )
 def test_a_broken_install_only_warns(

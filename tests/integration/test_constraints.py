@@ -18,12 +18,14 @@ import shlex
 import sys
 import zipfile
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from tests.integration.processes import run
+from tests.thin import thinned
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("cuda_wheels.json")
@@ -110,11 +112,12 @@ def test_there_are_commands_with_and_without_constraints() -> None:
     assert {"-c constraints.txt torch", "-c constraints.txt ds_quant[dev]"} <= set(commands())
 
 
-@pytest.mark.parametrize("build", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "arguments",
-    # What follows no constraints cannot contradict them.
-    [a if "-c " in a else pytest.param(a, marks=pytest.mark.slow) for a in commands()],
+    ("build", "arguments"),
+    thinned(
+        product(("cuda", "cpu"), commands()),
+        lambda *case: case == ("cuda", "-c constraints.txt torch"),
+    ),
 )
 def test_command_resolves(arguments: str, build: str, indexes: dict[str, Path]) -> None:
     chosen = resolve(arguments, indexes[build])

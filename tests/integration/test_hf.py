@@ -121,7 +121,7 @@ def _sequence(stage: int, block: dict[str, Any] | None, folder: Path) -> tuple[l
     [
         pytest.param(1, 2, {"scheme": "qsdp", "node_size": 1}, marks=pytest.mark.slow),
         pytest.param(2, 2, {"scheme": "qsdp", "node_size": 1}, marks=pytest.mark.slow),
-        (3, 4, {"scheme": "sdp4bit", "node_size": 2}),
+        pytest.param(3, 4, {"scheme": "sdp4bit", "node_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_sequence_over_all_ranks_trains_as_without_the_plugin(
@@ -361,7 +361,7 @@ class PolicyAndValue(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+@pytest.mark.parametrize("scheme", ["qsdp", pytest.param("sdp4bit", marks=pytest.mark.slow)])
 @on_ranks()
 def test_a_part_of_the_model_is_saved_exactly_or_said_to_be_decoded(
     tmp_path: Path, scheme: str

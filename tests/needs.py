@@ -27,6 +27,16 @@ def has_engine_method(name: str) -> bool:
     return f"def {name}(" in _source_of_deepspeed("runtime/engine.py")
 
 
+def libraries(*names: str, extra: str) -> None:
+    """Skip the calling module without these libraries. It imports none: that takes seconds.
+
+    extra: of the package, which installs them.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            pytest.skip(f"needs {name}: pip install 'ds_quant[{extra}]'", allow_module_level=True)
+
+
 def has_deepspeed(since: str) -> bool:
     """Return True if DeepSpeed is this version or newer."""
     return Version(version("deepspeed")) >= Version(since)

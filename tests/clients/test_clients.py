@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests import needs
 from tests.distributed import harness
 from tests.distributed.models import heard
 from tests.integration import hf
 from tests.integration.processes import LAUNCHERS, QUIET, free_port, losses, run_both
 
-for library in ("transformers", "peft", "trl", "lightning"):
-    pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[clients]'")
+needs.libraries("transformers", "peft", "trl", "lightning", extra="clients")
 harness.preload("tests.clients.preload")
 
 pytestmark = pytest.mark.clients

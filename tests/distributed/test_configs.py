@@ -19,7 +19,7 @@ from ds_quant.resources import resource_dir
 from ds_quant.tools import migrate
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import BATCH, build, train_step, train_steps
-from tests.thin import thinned
+from tests.thin import every_second, thinned
 
 FILES = resource_dir("configs").glob("*.json")
 CONFIGS = {path.stem: json.loads(path.read_text("utf-8")) for path in FILES}
@@ -30,7 +30,7 @@ CONFIGS = {name: config for name, config in CONFIGS.items() if "auto" not in jso
 WORLDS = {name: 4 if "8gpu" in name or name == "ds_sdp4bit_zero3" else 2 for name in CONFIGS}
 
 
-@pytest.mark.parametrize(("name", "world"), sorted(WORLDS.items()))
+@pytest.mark.parametrize(("name", "world"), every_second(sorted(WORLDS.items())))
 @on_ranks()
 def test_shipped_config_trains_with_its_scheme(name: str, world: int) -> None:
     os.environ["LOCAL_SIZE"] = str(world // 2)

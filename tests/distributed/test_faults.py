@@ -162,10 +162,7 @@ def trained_on(fault: Fault, folder: str, resumed: bool) -> tuple[list[float], d
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
-QUICK = (
-    "rank killed while gradients travel, sdp4bit, ZeRO-3",
-    "rank cut off while weights travel, sdp4bit, ZeRO-2",
-)
+QUICK = ("rank killed while gradients travel, sdp4bit, ZeRO-3",)
 
 # What gloo says, below our sentence or, in DeepSpeed's own collectives, alone.
 CLEAR = ("does not answer", "Timed out", "Connection closed", "Connection reset", "closed by peer")

@@ -127,18 +127,25 @@ def scaled_alike(run: Run, other: Run) -> None:
     np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=atol)
 
 
-for stage in (2, 3):
-    blocks = [None, *({"scheme": scheme, "node_size": 2} for scheme in FP16)]
+SOME = ("qsdp", "sdp4bit")  # that make test trains, under ZeRO-2
+for stage, schemes in ((2, SOME), (2, FP16), (3, FP16)):
+    blocks = [None, *({"scheme": scheme, "node_size": 2} for scheme in schemes)]
     TABLE.add(
-        f"fp16, ZeRO-{stage}", *(Way(block=block, inside=with_fp16) for block in blocks),
+        f"fp16, ZeRO-{stage}, {len(schemes)} schemes",
+        *(Way(block=block, inside=with_fp16) for block in blocks),
         holds=scaled_alike, of_mean=True, world=4, block={}, steps=10, dtype="fp16",
         stages=(stage,), step=overflowing, top={"fp16": SCALING},
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 2))
-def test_schemes_train_in_fp16_as_without_the_plugin(stage: int) -> None:
-    TABLE.check(f"fp16, ZeRO-{stage}", stage)
+@pytest.mark.parametrize(
+    ("stage", "schemes"),
+    thinned(
+        [(2, len(SOME)), (2, len(FP16)), (3, len(FP16))], lambda _, schemes: schemes == len(SOME)
+    ),
+)
+def test_schemes_train_in_fp16_as_without_the_plugin(stage: int, schemes: int) -> None:
+    TABLE.check(f"fp16, ZeRO-{stage}, {schemes} schemes", stage)
 
 
 # ---- excluded parameters ----

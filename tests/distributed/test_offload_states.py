@@ -86,7 +86,7 @@ for scheme, stages in (("sdp4bit", (2, 3)), ("lossless", (2, 3)), ("qsdp", (1,))
     TABLE.add(
         scheme, Way(), AWAY,
         holds=trained_alike, block={"scheme": scheme, "node_size": 2}, world=4, stages=stages,
-        accumulation=2,
+        accumulation=2, quick=(3,) if scheme == "sdp4bit" else (),
     )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ def trained(
     return losses, engine
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_engines_train_alike_on_both_meshes_and_with_the_plugin() -> None:
     flat, engine = trained("flat", None)

@@ -47,6 +47,7 @@ class _Operator:
         return 2
 
 
+@pytest.mark.slow
 @on_ranks()
 def test_the_operator_is_built_when_inference_first_reduces() -> None:
     module, built = importlib.import_module("deepspeed.comm.torch"), list[_Operator]()

@@ -39,6 +39,7 @@ from tests.distributed.support import (
     Trained,
     unclipped,
 )
+from tests.thin import thinned
 
 # Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what
 # was measured. A wrong factor of the gradients moves the last loss by a multiple of it.
@@ -128,7 +129,7 @@ def test_what_works_trains_as_without_the_plugin(title: str, stage: int) -> None
     TABLE.check(title, stage)
 
 
-@pytest.mark.parametrize("has_fp16", [True, False])
+@pytest.mark.parametrize("has_fp16", thinned([True, False], lambda has_fp16: not has_fp16))
 @on_ranks(4)
 def test_a_frozen_int8_base_trains_whether_the_processor_has_fp16_or_not(has_fp16: bool) -> None:
     """As DeepSpeed alone does on such a processor."""
@@ -182,6 +183,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=120)
 def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
     """Two schemes, two stages each, and three engines without the plugin."""

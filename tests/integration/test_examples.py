@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.distributed import harness
 from tests.integration.processes import LAUNCHERS, QUIET, free_port, losses, run_both
 
-for library in ("transformers", "accelerate", "peft"):
-    pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
+needs.libraries("transformers", "accelerate", "peft", extra="hf")
 harness.preload("tests.integration.hf_preload")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -47,7 +47,12 @@ def _script(folder: str, name: str) -> str:
     [
         ("plain_loop.py", "eden4 on ZeRO-2", "checkpoint/latest"),
         ("trainer.py", "eden4 on ZeRO-2", "out/model.safetensors"),
-        ("lora.py", "qsdp on ZeRO-3", "adapters/adapter_model.safetensors"),
+        pytest.param(
+            "lora.py",
+            "qsdp on ZeRO-3",
+            "adapters/adapter_model.safetensors",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str) -> None:

@@ -12,14 +12,14 @@ import torch
 
 import ds_quant
 from ds_quant.resources import resource_dir
+from tests import needs
 from tests.distributed import harness
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.models import gathered, heard
 from tests.integration import hf
 from tests.thin import thinned
 
-for library in ("transformers", "accelerate", "peft"):
-    pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
+needs.libraries("transformers", "accelerate", "peft", extra="hf")
 harness.preload("tests.integration.hf_preload")
 
 WORLD = 2

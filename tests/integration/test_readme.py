@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
+from tests import needs
 from tests.integration.processes import LAUNCHERS, QUIET, free_port, losses, run, run_both
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'ds_quant[hf]'")
+needs.libraries("transformers", extra="hf")
 
 TEXT = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
 SECTION = TEXT.partition("## Five-minute start")[2].partition("\n## ")[0]

@@ -419,7 +419,7 @@ def test_whole_blocks_are_decoded_without_checks_of_ends(all_kernels, codec: Gro
         assert {macros["DSQ_WHOLE"] for macros in all_kernels.macros} == {1}
 
 
-@pytest.mark.parametrize("stores", STORES, ids=str)
+@pytest.mark.parametrize("stores", every_second(STORES), ids=str)
 def test_every_way_of_storing_writes_the_same_values(cuda_kernels, nothing_left, stores) -> None:
     """Rows of any length and address, added to what is there; whole blocks of sums; and rotated
     ones.

@@ -36,15 +36,16 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .ci/mkdocs.yml
 	@echo "open file://$(abspath build/site/index.html)"
 
-# What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for
-# each other; tests that compare times come last and alone.
+# test-all takes what is slow, too; tests that compare times come last and alone. Two workers, as ranks
+# mostly wait for each other.
 # Every rank would compile the package again where the environment forbids to keep bytecode.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
-test: LEFT_OUT := gpu or slow or clients
-test-all: LEFT_OUT := gpu or clients
-test test-all: install
-	$(BIN)/python -m pytest -m "not ($(LEFT_OUT) or alone)" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "alone and not ($(LEFT_OUT))" $$(grep -rl mark.alone tests)
+test: install
+	$(BIN)/python -m pytest -m "not (gpu or slow or clients)" -n 2 --dist loadfile
+
+test-all: install
+	$(BIN)/python -m pytest -m "not (gpu or clients or alone)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "alone and not (gpu or clients)" $$(grep -rl mark.alone tests)
 
 # Trains with Trainer, accelerate, TRL, peft and Lightning; their versions are pinned with the rest.
 test-clients: install

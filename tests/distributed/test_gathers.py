@@ -125,6 +125,7 @@ def test_gathers_are_predicted_whether_weights_stay_for_backward_or_not(cases: l
     assert {found["gathers"][-1] for found in every[0]} > {1.0}
 
 
+@pytest.mark.slow
 def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None:
     """Nobody tells at start-up that blocks are computed again in backward."""
     again = {"recompute": True, "zero": zero(0, 0, 0), "block": QSDP}

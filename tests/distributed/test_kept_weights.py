@@ -179,6 +179,7 @@ def _surgery(stage: int, scheme: str) -> list[float]:
     return losses + train_steps(engine, 3, 3)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=200)
 def test_weight_surgery_is_seen_at_once_and_costs_no_accuracy() -> None:
     losses = {

@@ -106,7 +106,7 @@ LARGE = 4096, 6  # 100.7 M parameters
             (2, 1, "sdp4bit"), (2, 2, "qsdp"), (2, 3, "sdp4bit"),
         ],
         lambda world, stage, scheme: (
-            (world, stage, scheme) in ((4, 1, "qsdp"), (4, 2, "sdp4bit"), (4, 3, "sdp4bit"))
+            (world, stage, scheme) in ((4, 1, "qsdp"), (4, 3, "sdp4bit"))
         ),
     ),
 )  # fmt: skip

@@ -113,6 +113,7 @@ def test_only_matrices_on_several_ranks_are_left_to_deepspeed(stage: int) -> Non
     assert sum(received) / 4 < 0.4 * whole_model
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_zero3_reduces_by_the_scheme_and_counts_what_muon_gathers() -> None:
     """Gradients and momentum twice each, in bf16, of matrices padded to equal shards."""

@@ -83,7 +83,7 @@ def adapted(kind: str) -> nn.Module:
 
 TABLE = Table(__name__)
 KINDS = ["subclass", "quant_state", "bnb_quantized", "module state", "W_q"]
-QUICK = ("subclass", "module state")
+QUICK = ("module state",)
 QSDP, INTRA = {"scheme": "qsdp"}, {"scheme": "sdp4bit", "weights": {"intra": {"bits": 8}}}
 LEARNED = {"bits": 4, "rounding": "nearest", "levels": "learned", "level_steps": [1]}
 # Every preset; gathers inside a node quantized; autotune where qsdp is what it can take.

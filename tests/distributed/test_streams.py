@@ -162,7 +162,6 @@ def faults(
 
 QUICK = [
     (3, "sdp4bit", PREFETCH),
-    (3, "lossless_w_g3", SEPARATE_GRADIENTS),
     (2, "sdp4bit", OFFLOAD),
     (2, "lossless_g3", {}),
 ]

@@ -189,6 +189,7 @@ def test_lora_trains_and_saves_exact_adapters(tmp_path: Path, stage: int) -> Non
         assert report["received_bytes"][role]["intra"] > 0
 
 
+@pytest.mark.slow
 @on_ranks(4, environment={"LOCAL_SIZE": "2"})
 def test_shipped_lora_config_keeps_frozen_weights_inside_the_node(tmp_path: Path) -> None:
     """2 x 2 ranks: between nodes go adapters and what is filled once, not six steps of weights."""

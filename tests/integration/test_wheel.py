@@ -8,6 +8,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.integration.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +84,7 @@ def test_resources_are_found_in_the_installed_package(python: Path, tmp_path: Pa
     assert "valid" in run(*command, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_plain_deepspeed_reports_a_mistake_in_the_block(python: Path, tmp_path: Path) -> None:
     code = (
         "from deepspeed.runtime.config import DeepSpeedConfig\n"

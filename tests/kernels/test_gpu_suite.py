@@ -25,6 +25,7 @@ source {ROOT / "benchmarks" / "gpu" / "runner.sh"}
 """
 
 
+@pytest.mark.slow
 def test_sections_run_in_order_and_a_bad_one_stops_nothing(tmp_path: Path) -> None:
     script = (
         RUNNER.format(out=tmp_path)

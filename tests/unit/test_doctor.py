@@ -165,9 +165,8 @@ def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Pat
     assert "fix: unset DS_QUANT_DISABLE" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("disabled", "code"), [("", 0), pytest.param("1", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("disabled", "code"), [("", 0), ("1", 1)])
 def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, code: int) -> None:
     command = (
         "import sys; from ds_quant.tools.cli import main; sys.exit(main(['doctor', '--json']))"

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ds_quant.kernels import cuda
-from ds_quant.tools import doctor
+from ds_quant.tools import doctor, selftest_worker
 from ds_quant.tools.cli import main
 from ds_quant.tools.doctor import OK, PROBLEM, WARNING, Check
 
@@ -52,6 +53,12 @@ def registered(*points: metadata.EntryPoint) -> dict[str, Any]:
 OURS = metadata.EntryPoint("ds_quant", "ds_quant._autoload:activate", "torch")
 NATIVE = "ds_quant.kernels.native.unavailable_reason"
 CPU = torch.device("cpu")
+ONE_GPU = {
+    "torch.cuda.is_available": lambda: True,
+    "torch.cuda.device_count": lambda: 1,
+    "torch.cuda.get_device_name": lambda index: "A100",
+    "torch.cuda.get_device_capability": lambda: (8, 0),
+}
 # A check, what it says, its status and its fix; variables of the environment and functions by name.
 VERDICTS: list[tuple[Callable[[], Check], str, str, str, dict[str, Any]]] = [
     *(
@@ -71,6 +78,9 @@ VERDICTS: list[tuple[Callable[[], Check], str, str, str, dict[str, Any]]] = [
     (partial(doctor.cuda_kernels, CPU), "not needed", OK, "", {}),
     (doctor.cupy, "cupy-cuda12x and cupy-cuda13x", PROBLEM, "pip uninstall cupy-cuda12x cupy-cuda",
      {"ds_quant.tools.doctor._installed": lambda name: "14.0"}),
+    (doctor.backend, "gloo (part of torch)", OK, "", {}),
+    (doctor.backend, ", GLOO_SOCKET_IFNAME=lo", OK, "", {"GLOO_SOCKET_IFNAME": "lo"}),
+    (doctor.device, "1 x A100, sm_80", OK, "", ONE_GPU),
     (ranks, "9 bytes over gloo", OK, "", {}),
     (partial(ranks, active=False), "the block had no effect", PROBLEM, "", {}),
     (partial(ranks, digest="b"), "weights differ", PROBLEM, "", {}),
@@ -106,6 +116,7 @@ def test_verdict_says_what_was_found_and_its_fix(
 def test_gradients_that_deepspeed_loses_are_named(version: str | None, said: list[str]) -> None:
     checks = doctor.known_faults(version)
     assert [check.status for check in checks] == [WARNING] * len(said)
+    assert {check.name for check in checks} <= {"deepspeed"}
     for check, words in zip(checks, said, strict=True):
         assert words in check.found and "deepspeed>=" in check.fix
 
@@ -163,6 +174,12 @@ def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Pat
     monkeypatch.setenv("DS_QUANT_DISABLE", "1")
     assert main(["doctor", "--no-processes"]) == 1
     assert "fix: unset DS_QUANT_DISABLE" in capsys.readouterr().out
+
+
+def test_a_rank_reports_that_the_plugin_has_not_attached() -> None:
+    engine = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 2)
+    found = selftest_worker._result(engine)
+    assert (found["active"], found["line"], found["received"]) == (False, None, 0)
 
 
 @pytest.mark.slow

@@ -49,6 +49,12 @@ def test_what_is_drawn_is_what_the_records_hold(tmp_path: Path) -> None:
     assert first == 1e6 and second != second
 
 
+def test_the_share_that_was_saved_is_of_the_bytes_of_full_precision(tmp_path: Path) -> None:
+    """4 MB of weights and 4 MB of gradients in full precision; 2 MB and 1 MB were sent."""
+    rows = plot.read(write(tmp_path, record(50), record(100)))
+    assert plot._saved(rows) == pytest.approx(1 - 3 / 8)
+
+
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     path = write(tmp_path, *(record(step) for step in (10, 20, 30, 20, 30, 40)))
     assert [row["step"] for row in plot.read(path)] == [10, 20, 30, 40]

@@ -88,4 +88,5 @@ def test_lossless_differences_of_a_first_step_may_be_short(
     check(True)  # skipped: the next one counts
     check(False)
     assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
+    assert all("and 1000 or more were expected" in line for line in logged)
     assert plugin.hooks.after_step == []

@@ -358,8 +358,10 @@ def test_models_that_cannot_be_served_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="no module that fully_shard was called on"):
         fsdp2.attach(new_model(), {}, optimizer=[])
     model = fully_shard(nn.Linear(8, 8, bias=False), shard_placement_fn=lambda _: Shard(1))
-    with pytest.raises(ValueError, match="shard_placement_fn shards dim 1: shard dim 0"):
+    with pytest.raises(ValueError, match=r"module \(root\) has shard_placement_fn shards dim 1"):
         fsdp2.attach(model, {}, optimizer=[])
+    with pytest.raises(ValueError, match="module 0 has .* shards dim 1: shard dim 0"):
+        fsdp2.attach(fully_shard(nn.Sequential(model)), {}, optimizer=[])
 
 
 @on_ranks(4)

@@ -188,6 +188,7 @@ def test_lossless_differences_are_priced_at_a_learning_rate_and_at_most(stage: i
     assert result.varies and result.routes.keeps_shard == (stage == 3)
     assert result.kept == {"1-D": 1, "fp32 weights": 1}
     low, most = (result.step_bytes(stage, micro_steps=8, most=most) for most in (False, True))
+    assert result.step_bytes(stage, micro_steps=8) == low
     assert (most - low) * result.numel == pytest.approx(2 * sent + plain - expected)
     assert result.partial_sums * result.numel == pytest.approx(
         4 * (sent + 4096) / 2

@@ -106,6 +106,7 @@ PREDICTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", thinned([PREDICTED[:3], PREDICTED], lambda cases: cases is not PREDICTED)
 )

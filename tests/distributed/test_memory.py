@@ -221,6 +221,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", thinned([CASES[::3], CASES], lambda cases: cases is not CASES))
 def test_the_peak_is_what_is_alive_at_once_or_somewhat_more(cases: list[Case]) -> None:
     """On the rank where that is most: under ZeRO-2 the owners of a bucket have more to hold.
@@ -331,6 +332,7 @@ def on_the_device(scheme: str, offloads: bool) -> dict[str, Any]:
         }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme", thinned(["sdp4bit", "lossless"], lambda scheme: scheme == "sdp4bit")
 )

@@ -49,6 +49,7 @@ def _watch_addresses() -> set[int]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "options"),
     thinned(

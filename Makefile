@@ -41,7 +41,7 @@ docs: install
 # Every rank would compile the package again where the environment forbids to keep bytecode.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: install
-	$(BIN)/python -m pytest -m "not (gpu or slow or clients)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not (gpu or slow or clients or alone)" -n 2 --dist loadfile
 
 test-all: install
 	$(BIN)/python -m pytest -m "not (gpu or clients or alone)" -n 2 --dist loadfile

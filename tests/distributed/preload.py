@@ -58,6 +58,7 @@ for module in pkgutil.iter_modules(tests.distributed.__path__, "tests.distribute
         importlib.import_module(module.name)
 torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed formats parameters it never prints
 gc.freeze()
+gc.set_threshold(20_000, 20, 100)  # by default collections take a tenth of a short run
 
 if deepspeed.__version__.startswith("0.18."):
     # Its ZeRO-1/2 gathers into a view that torch 2.13 refuses to modify, plugin or not.

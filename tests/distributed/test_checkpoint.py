@@ -216,7 +216,6 @@ def _check(saved: Saved, ranks: list[dict[str, Any]], nodes: str) -> None:
         assert found["losses"][-1] < 0.75 * found["losses"][0]
 
 
-@pytest.mark.slow
 def test_a_universal_checkpoint_is_loaded_by_half_the_ranks_in_other_nodes(saved: Saved) -> None:
     if saved.stage < 3:
         needs.deepspeed("0.19", "loads other masters from a universal checkpoint, plugin or not")

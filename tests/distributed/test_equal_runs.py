@@ -256,12 +256,16 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OWN = {"scheme": "tlq_hs", "node_size": 4}
 for hops, block in (("two hops", SDP4BIT), ("one hop", QSDP), ("one hop, exact own", OWN)):
-    slow = {"block": block, "quick": ()}
-    more = slow | {"quick": (3,)} if block is SDP4BIT else slow
+    how = {"block": block, "quick": (3,) if block is SDP4BIT else ()}
     OVERLAPPED |= {
-        f"overlap, {hops}, several backwards": {"dtype": "fp32", "accumulation": 3, **slow},
-        f"overlap, {hops}, a bucket each": {"zero": {"reduce_bucket_size": 1}, **more},
-        f"overlap, {hops}, backward in phases": {"model": Phases, **more},
+        f"overlap, {hops}, several backwards": {
+            **how,
+            "dtype": "fp32",
+            "accumulation": 3,
+            "quick": (),
+        },
+        f"overlap, {hops}, a bucket each": {**how, "zero": {"reduce_bucket_size": 1}},
+        f"overlap, {hops}, backward in phases": {**how, "model": Phases},
     }
 for title, how in OVERLAPPED.items():
     zero = {"reduce_bucket_size": 17_000} | how.get("zero", {})  # two to four buckets

@@ -221,8 +221,14 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", thinned([CASES[::3], CASES], lambda cases: cases is not CASES))
+QUICK = CASES[::6]  # that make test measures
+
+
+@pytest.mark.parametrize(
+    "cases",
+    thinned([QUICK, [case for case in CASES if case not in QUICK]], lambda cases: cases is QUICK),
+    ids=["quick", "others"],
+)
 def test_the_peak_is_what_is_alive_at_once_or_somewhat_more(cases: list[Case]) -> None:
     """On the rank where that is most: under ZeRO-2 the owners of a bucket have more to hold.
 
@@ -295,17 +301,19 @@ def in_host_memory(rows: list[Row]) -> dict[str, golden_runs.Outcome]:
     return found
 
 
+QUICK_ROWS = [row for row in GOLDEN if row.topology == "2x2"][::4]  # that make test trains
+
+
 @same_versions
 @pytest.mark.parametrize(
-    ("topology", "every"),
-    thinned([("2x2", 4), ("2x1", 1), ("2x2", 1), ("4x1", 1)], lambda _, every: every > 1),
+    ("topology", "quick"),
+    thinned(
+        [("2x2", True), ("2x1", False), ("2x2", False), ("4x1", False)], lambda _, quick: quick
+    ),
 )
-def test_runs_equal_the_recorded_ones(topology: str, every: int) -> None:
-    """Their messages, too. Kernels never meet a tensor in host memory, else it raises.
-
-    every: the distance of the rows that are compared; 1: all of them.
-    """
-    rows = [row for row in GOLDEN if row.topology == topology][::every]
+def test_runs_equal_the_recorded_ones(topology: str, quick: bool) -> None:
+    """Their messages, too. Kernels never meet a tensor in host memory, else it raises."""
+    rows = [row for row in GOLDEN if row.topology == topology and (row in QUICK_ROWS) == quick]
     assert rows
     nodes, node_size = golden_runs.TOPOLOGIES[topology]
     ranks = run(in_host_memory, nodes * node_size, rows, timeout=120)
@@ -332,7 +340,6 @@ def on_the_device(scheme: str, offloads: bool) -> dict[str, Any]:
         }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme", thinned(["sdp4bit", "lossless"], lambda scheme: scheme == "sdp4bit")
 )

@@ -120,7 +120,6 @@ for name, block in {"qsdp": QSDP, "sdp4bit": {"scheme": "sdp4bit"}, "intra": INT
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("title", "stage"), TABLE.params())
 def test_packed_weights_keep_every_byte(title: str, stage: int) -> None:
     """They are known by each mark, and saved and resumed as they are."""

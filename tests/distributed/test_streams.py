@@ -160,7 +160,7 @@ def faults(
     return sorted(set(model.faults))
 
 
-QUICK = [
+QUICK = [  # that make test runs
     (3, "sdp4bit", PREFETCH),
     (2, "sdp4bit", OFFLOAD),
     (2, "lossless_g3", {}),

@@ -177,7 +177,6 @@ def times(repeats: int) -> tuple[float, float]:
     return shortest[0], shortest[1]
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_the_default_interval_costs_less_than_one_percent() -> None:
     """One step in a hundred is sampled; it must not take twice as long as another."""

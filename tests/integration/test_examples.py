@@ -63,7 +63,6 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
     assert (folder / saved).exists()
 
 
-@pytest.mark.slow
 def test_fsdp2_trains_without_deepspeed(folder: Path) -> None:
     page = (EXAMPLES.parent / "fsdp2.md").read_text("utf-8")
     (options,) = re.findall("^torchrun (.*) fsdp2.py$", page, re.MULTILINE)

@@ -49,7 +49,6 @@ def _watch_addresses() -> set[int]:
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "options"),
     thinned(

@@ -34,7 +34,6 @@ def share(shim, tasks: Sequence[Task], buffers: list[torch.Tensor], codec: Codec
     return (shim.elements_alone() - before) / sum(task.numel for task, _ in tasks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", thinned(WORLDS, lambda ranks: ranks == 192))
 def test_no_shard_goes_element_by_element(shim, cuda_kernels, ranks: int) -> None:
     numel = ceil_div(MATRIX, ranks)

@@ -28,9 +28,9 @@ def has_engine_method(name: str) -> bool:
 
 
 def libraries(*names: str, extra: str) -> None:
-    """Skip the calling module without these libraries. It imports none: that takes seconds.
+    """Skip the calling module unless these libraries are installed, without importing them.
 
-    extra: of the package, which installs them.
+    extra: the extra of this package that installs them.
     """
     for name in names:
         if find_spec(name) is None:

@@ -14,9 +14,9 @@ from ds_quant.kernels.cuda import source
 from ds_quant.kernels.launch import FIELDS, Launch, Table
 
 HEADER = Path(__file__).with_name("shim.h")
-# -O1: the whole run is a few thousand blocks, compiling dominates. No contraction into fused
+# -Og: the whole run is a few thousand blocks, compiling dominates. No contraction into fused
 # operations, which g++ does by default.
-FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+FLAGS = ["-std=c++17", "-Og", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 
 

@@ -12,10 +12,14 @@ import importlib
 import multiprocessing
 import os
 import reprlib
+import shutil
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,22 @@ def preload(module: str) -> None:
     """Let the server import ``module`` too. The first run starts the server: call this before."""
     _PRELOADED.append(module)
     _CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+@functools.cache
+def _start_server() -> tempfile.TemporaryDirectory[str]:
+    """Start the server, with ``epoll.c`` if there is a C compiler. Return the library's folder."""
+    folder = tempfile.TemporaryDirectory()
+    compiler = shutil.which("cc")
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux" and compiler is not None:
+            library = Path(folder.name) / "epoll.so"
+            source = Path(__file__).with_name("epoll.c")
+            command = [compiler, "-O2", "-shared", "-fPIC", "-o", library, source]
+            subprocess.run(command, check=True, timeout=60)
+            patch.setenv("LD_PRELOAD", str(library), prepend=":")
+        forkserver.ensure_running()
+    return folder
 
 
 def run(
@@ -110,6 +130,7 @@ def run_each(
     environment: dict[str, str] | None = None,
 ) -> list[tuple[Any, str | None]]:
     """Do the same as ``run``. Return (result, traceback or None) by rank instead of raising."""
+    _start_server()
     # The store is in this process: its port is free, and it outlives a rank that fails.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as scratch:
@@ -185,7 +206,8 @@ def _rank_main(
         if os.environ.get("TEST_PROCESS_GROUP") != "own":
             dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
         outcome = (function(*args), None)
-        torch.distributed.barrier()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
     except BaseException as error:  # reported by the parent process
         outcome = (None, traceback.format_exc() + _values(error))
     sender.send(outcome)

@@ -1,14 +1,14 @@
-// Replaces epoll_wait in the test ranks: a thread that polls without pause sleeps between polls.
+// Replaces epoll_wait in the test ranks: a thread that polls without a pause sleeps between polls.
 //
-// gloo's thread polls so while a message has come that its rank does not yet receive
-// (https://github.com/pytorch/gloo/issues/246). It takes a quarter of the processor time.
+// While a message waits for its receive, gloo's thread polls without a pause
+// (https://github.com/pytorch/gloo/issues/246). These polls took a quarter of the processor time.
 
 #include <sys/epoll.h>
 #include <time.h>
 
-#define POLLS 8          // in a row, before the first sleep
-#define NO_PAUSE 10000   // ns between two polls of a row
-#define SLEEP 50000      // ns
+#define POLLS_BEFORE_SLEEP 8
+#define SHORTEST_PAUSE_NS 10000
+#define SLEEP_NS 50000
 
 static long nanoseconds(void) {
     struct timespec now;
@@ -17,15 +17,18 @@ static long nanoseconds(void) {
 }
 
 int epoll_wait(int epfd, struct epoll_event *events, int maxevents, int timeout) {
-    static _Thread_local long last = 0;
-    static _Thread_local int polls = 0;
+    static _Thread_local long last_poll = 0;
+    static _Thread_local int polls_in_a_row = 0;
     long now = nanoseconds();
-    polls = now - last < NO_PAUSE ? polls + 1 : 0;
-    if (polls > POLLS) {
-        struct timespec sleep = {0, SLEEP};
-        nanosleep(&sleep, NULL);
+    if (now - last_poll < SHORTEST_PAUSE_NS)
+        polls_in_a_row++;
+    else
+        polls_in_a_row = 0;
+    if (polls_in_a_row > POLLS_BEFORE_SLEEP) {
+        struct timespec pause = {0, SLEEP_NS};
+        nanosleep(&pause, NULL);
         now = nanoseconds();
     }
-    last = now;
+    last_poll = now;
     return epoll_pwait(epfd, events, maxevents, timeout, NULL);
 }

@@ -43,7 +43,10 @@ def preload(module: str) -> None:
 
 @functools.cache
 def _start_server() -> tempfile.TemporaryDirectory[str]:
-    """Start the server, with ``epoll.c`` if there is a C compiler. Return the library's folder."""
+    """Start the fork server. Return a folder that must exist while the server starts.
+
+    On Linux with a C compiler the server and its ranks load ``epoll.c``, which makes them faster.
+    """
     folder = tempfile.TemporaryDirectory()
     compiler = shutil.which("cc")
     with pytest.MonkeyPatch.context() as patch:
@@ -206,7 +209,7 @@ def _rank_main(
         if os.environ.get("TEST_PROCESS_GROUP") != "own":
             dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
         outcome = (function(*args), None)
-        if torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():  # a function may destroy a group that it has made
             torch.distributed.barrier()
     except BaseException as error:  # reported by the parent process
         outcome = (None, traceback.format_exc() + _values(error))

@@ -386,7 +386,7 @@ for (nodes, size), stage in product(((2, 2), (4, 1), (2, 1), (1, 2)), (1, 2, 3))
         Way(block=LOSSLESS), Way(block=LOSSLESS, resumes=True), holds=losslessly, block=block,
         world=world, steps=12, save_at=7, step=skipping, top=CHECKED, since="0.19",
         stages=(stage,), zero={"allgather_bucket_size": 50_000},
-        quick=(stage,) if (stage, nodes, size) in ((3, 2, 1),) else (),
+        quick=(stage,) if (stage, nodes, size) == (3, 2, 1) else (),
     )  # fmt: skip
 for stage in (1, 2, 3):
     TABLE.add(

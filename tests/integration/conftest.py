@@ -37,15 +37,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 def build(folder: Path) -> Path:
     """Build the wheel from a copy of the sources, because setuptools leaves files behind.
 
-    The C++ library is compiled with -Og: -O3 takes four times as long, and these tests encode
-    little.
+    The C++ library is compiled with -Og, as -O3 takes four times as long.
     """
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
     backend = source / ".ci" / "build_backend.py"
-    code = backend.read_text()
+    code = backend.read_text("utf-8")
     assert '"-O3"' in code
-    backend.write_text(code.replace('"-O3"', '"-Og"'))
+    backend.write_text(code.replace('"-O3"', '"-Og"'), "utf-8")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
     run(*pip, "wheel", source, *options, cwd=folder)

@@ -68,18 +68,27 @@ def test_fsdp2_trains_without_deepspeed(folder: Path) -> None:
     check_fsdp2(printed)
 
 
-@pytest.mark.slow
-def test_torchrun_starts_fsdp2_as_readme_says(folder: Path) -> None:
-    page = (EXAMPLES.parent / "fsdp2.md").read_text("utf-8")
-    (options,) = re.findall("^torchrun (.*) fsdp2.py$", page, re.MULTILINE)
+def test_readme_starts_fsdp2_with_the_command_of_the_page() -> None:
     readme = (EXAMPLES.parents[1] / "README.md").read_text("utf-8")
-    assert f"\ntorchrun {options} docs/examples/fsdp2.py\n" in readme
-    launch = (sys.executable, "-m", "torch.distributed.run", *options.split(), "fsdp2.py")
+    assert f"\ntorchrun {options_of_torchrun()} docs/examples/fsdp2.py\n" in readme
+
+
+@pytest.mark.slow
+def test_torchrun_starts_fsdp2(folder: Path) -> None:
+    options = options_of_torchrun().split()
+    launch = (sys.executable, "-m", "torch.distributed.run", *options, "fsdp2.py")
     check_fsdp2("".join(run_both(*launch, cwd=folder, **QUIET)))
 
 
+def options_of_torchrun() -> str:
+    """Return the options with which the page of FSDP2 starts the script."""
+    page = (EXAMPLES.parent / "fsdp2.md").read_text("utf-8")
+    (options,) = re.findall("^torchrun (.*) fsdp2.py$", page, re.MULTILINE)
+    return options
+
+
 def check_fsdp2(printed: str) -> None:
-    """The plugin says once that it is on, and the loss falls."""
+    """Check that the start-up line was printed once, and that the loss falls."""
     assert printed.count("quantized_comm: qsdp on FSDP2, ") == 1, printed
     found = losses(printed)
     assert len(found) == 4 and found[-1] < found[0] - 1, printed

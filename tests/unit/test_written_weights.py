@@ -1,0 +1,120 @@
+"""Writes into weights are noticed by content: every kind of write, and no other event."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_quant.runtime.written_weights import WrittenWeights
+
+CPU = torch.device("cpu")
+
+
+class OneRank:
+    """A communicator of one rank."""
+
+    def least(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+
+class OtherRank:
+    """A communicator whose other rank votes ``votes``, in the order of the collectives."""
+
+    def __init__(self, *votes: list[int]) -> None:
+        self._votes = list(votes)
+
+    def least(self, numbers: Tensor) -> Tensor:
+        return torch.minimum(numbers, torch.tensor(self._votes.pop(0), dtype=numbers.dtype))
+
+
+def shards_of(*numels: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(numel, generator=generator).to(dtype) for numel in numels]
+
+
+def watched(shards: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> WrittenWeights:
+    weights = WrittenWeights([dtype] * len(shards), CPU)
+    weights.take(shards)
+    return weights
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "one element": lambda shard: shard[-1].add_(1),
+    "one row": lambda shard: shard.view(64, 64)[3].zero_(),
+    "data": lambda shard: shard.data.mul_(1.1),
+    "negative": lambda shard: shard.neg_(),
+    "sign of one column": lambda shard: shard.view(64, 64)[:, 3].neg_(),
+    "rows exchanged": lambda shard: shard.copy_(shard.view(64, 64).flip(0).reshape(-1)),
+    "transposed": lambda shard: shard.copy_(shard.view(64, 64).t().reshape(-1)),
+    "elements sorted": lambda shard: shard.copy_(shard.sort().values),
+    "not a number": lambda shard: shard[7].fill_(float("nan")),
+    "foreach": lambda shard: torch._foreach_mul_([shard], 0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_is_noticed(write: str, dtype: torch.dtype) -> None:
+    shards = shards_of(5, 4096, 0, 300_001)
+    weights = watched(shards, dtype)
+    WRITES[write](shards[1])
+    assert weights.written(shards, OneRank()) == [1]
+
+
+def test_nothing_is_noticed_without_a_write() -> None:
+    shards = shards_of(5, 4096, 0, 300_001)
+    weights = watched(shards)
+    assert weights.written(shards, OneRank()) == []
+
+
+def test_a_write_below_the_sent_dtype_does_not_count() -> None:
+    shards = [torch.ones(100)]
+    weights = watched(shards)
+    shards[0].mul_(1 + 1e-6)
+    assert weights.written(shards, OneRank()) == []
+
+
+@pytest.mark.parametrize("place", [0, 262_143, 262_144, 999_999])
+def test_large_shards_are_compared_to_their_last_element(place: int) -> None:
+    shards = shards_of(100, 1_000_000)
+    weights = watched(shards)
+    shards[1][place] += 1
+    assert weights.written(shards, OneRank()) == [1]
+
+
+def test_other_storage_and_another_size_are_noticed() -> None:
+    shards = shards_of(100, 200)
+    weights = watched(shards)
+    assert weights.written([shards[0].clone(), shards[1]], OneRank()) == []
+    assert weights.written([shards[0], torch.zeros(200)], OneRank()) == [1]
+    assert weights.written([shards[0], shards[1][:150]], OneRank()) != []
+
+
+def test_integers_and_several_dtypes() -> None:
+    shards = [torch.arange(1000).to(torch.uint8), torch.randn(77), torch.randn(5).half()]
+    weights = WrittenWeights([torch.uint8, torch.bfloat16, torch.float16], CPU)
+    weights.take(shards)
+    shards[0][999] ^= 1
+    shards[2][4] = 3
+    assert weights.written(shards, OneRank()) == [0, 2]
+
+
+def test_a_write_of_another_rank_is_noticed() -> None:
+    shards = shards_of(100, 200, 300)
+    weights = watched(shards)
+    assert weights.written(shards, OtherRank([0], [1, 0, 1])) == [1]
+
+
+def test_a_known_write_is_ignored_once() -> None:
+    shards = shards_of(100, 200)
+    weights = watched(shards)
+    weights.ignore(1)
+    for shard in shards:
+        shard.zero_()
+    assert weights.written(shards, OneRank()) == [0]
+    weights.take(shards)
+    shards[1].fill_(1)
+    assert weights.written(shards, OneRank()) == [1]
+    weights.forget()
+    assert weights.written(shards, OneRank()) == []

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.comm import transport
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
 from ds_quant.comm.message import all_gather
@@ -175,7 +176,7 @@ class SimulatedCommunicator(Communicator):
         message_errors: MessageErrors | None = None,
     ) -> None:
         self._group = group
-        backend = patch.object(torch.distributed, "get_backend", lambda _: "simulated")
+        backend = patch.object(transport, "carries", lambda group, device: "simulated")
         with _PATCHING, backend:
             super().__init__(
                 group,

@@ -21,7 +21,7 @@ class HierarchicalCommunicator:
     intra: the ranks of this rank's node.
     inter: the ranks of all nodes with this rank's local rank.
     gradients: carries gradients inside the node; ``intra`` if not given. With two communicators
-        neither role waits for the other, see [Note: gradients inside a node] of zero/world.py.
+        neither role waits for the other, see [Note: gradients inside a node] of runtime/groups.py.
     node_size: ranks per node.
 
     intra, inter, gradients and node_size are None for a group that lies in one node, has one rank

@@ -1,6 +1,6 @@
 """Topology: the ranks of every node.
 
-node        consecutive global ranks, usually those of one host
+node        consecutive ranks, usually those of one host
 local rank  index of a rank in its node
 host        a machine, as ``host_name`` names it
 
@@ -24,10 +24,14 @@ _CONSECUTIVE = "srun --distribution=block, mpirun --map-by slot, a hostfile host
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """``world`` ranks in nodes of ``node_size`` consecutive global ranks."""
+    """``world`` ranks in nodes of ``node_size`` consecutive ones.
+
+    ranks: their global ranks, by index. Empty if they are all ranks of the job, in their order.
+    """
 
     world: int
     node_size: int
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.node_size < 1 or self.world % self.node_size:
@@ -44,13 +48,15 @@ class Topology:
     def levels(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the global ranks of every node, and those of every local rank over the nodes."""
         size = self.node_size
-        intra = [list(range(first, first + size)) for first in range(0, self.world, size)]
-        inter = [list(range(local, self.world, size)) for local in range(size)]
+        ranks = self.ranks or range(self.world)
+        intra = [list(ranks[first : first + size]) for first in range(0, self.world, size)]
+        inter = [list(ranks[local::size]) for local in range(size)]
         return intra, inter
 
     def node_of(self, rank: int) -> int:
         """Return the node index of a global rank."""
-        return rank // self.node_size
+        index = self.ranks.index(rank) if self.ranks else rank
+        return index // self.node_size
 
 
 def divisors(world: int) -> list[int]:

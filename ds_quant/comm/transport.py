@@ -73,6 +73,23 @@ def _wait_for(works: Sequence[tuple[int, Any]]) -> None:
             raise _lost(rank, error) from error
 
 
+def carries(process_group: Any, device: torch.device) -> str:
+    """Return the backend that carries tensors of ``device``, such as "nccl"; "" if none does.
+
+    The name of a group does not tell: that of ``init_process_group()`` without arguments is
+    "undefined".
+
+    process_group: None for the world.
+    """
+    if process_group is None:
+        process_group = torch.distributed.group.WORLD
+    try:
+        name: str = process_group._get_backend(device).name()
+    except RuntimeError:  # no backend for this device
+        return ""
+    return name
+
+
 class Communicator:
     """Byte collectives over one process group, counted. Holds no algorithm.
 
@@ -130,7 +147,7 @@ class Communicator:
         # Context managers that measure encoding and decoding for this hop in sampled steps.
         self.encoding = partial(traffic.meter.encoding, hop=self.hop)
         self.decoding = partial(traffic.meter.section, "decode")
-        self.is_gloo = "gloo" in str(torch.distributed.get_backend(process_group))
+        self.is_gloo = carries(process_group, torch.device("cpu")) == "gloo"
 
     def _global_rank(self, rank: int) -> int:
         if self.process_group is None:

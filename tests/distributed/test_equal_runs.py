@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ds_quant
+from ds_quant.comm import transport
 from ds_quant.config.environment import VARIABLE
 from tests.distributed.features import (
     OFFLOAD,
@@ -194,7 +195,7 @@ def other_backend() -> Iterator[None]:
         raise AssertionError("a message went from peer to peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "get_backend", lambda group=None: "other")
+        patch.setattr(transport, "carries", lambda group, device: "other")
         patch.setattr(torch.distributed, "isend", forbidden)
         yield
 

@@ -222,17 +222,16 @@ def test_torch_path_does_not_wait_for_its_stream() -> None:
 
 def test_groups_of_a_world_bound_to_its_device_carry_gathers_on_three_streams(monkeypatch) -> None:
     """Three splits of one communicator, each with options of its own, and 16 gathers on them."""
-    from ds_quant.zero import accelerator, hooks, world
+    from ds_quant.runtime.groups import level_groups
 
     dist = torch.distributed
-    monkeypatch.setattr(world, "_made", {})
-    monkeypatch.setattr(accelerator, "device", lambda: DEVICE)  # without DeepSpeed's start
-    monkeypatch.setattr(accelerator, "has_streams", lambda: True)
-    monkeypatch.setattr(hooks, "rank_and_world", lambda: (0, 1))
+    monkeypatch.setattr("ds_quant.runtime.groups._made", {})
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)
     try:
         topology = Topology(world=1, node_size=1)
-        groups = world.level_groups(topology)
+        groups = level_groups(
+            topology, device=DEVICE, has_streams=True, least=lambda numbers: numbers
+        )
         options = [group._get_backend(DEVICE).options for group in groups]
         assert len({id(one) for one in options}) == len(set(map(id, groups))) == 3
         how = {"topology": topology, "traffic": Traffic(), "dist": dist}

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ds_quant.comm.topology import Topology
+from ds_quant.runtime import groups
 from ds_quant.runtime.handshake import wait_for_ranks
-from ds_quant.zero import world
 
 CUDA, PATIENCE = torch.device("cuda", 0), timedelta(minutes=10)
 TOPOLOGY, RANK = Topology(world=512, node_size=8), 83  # node 10, place 3
@@ -62,16 +62,21 @@ class Torch:
         dist = SimpleNamespace(
             split_group=self._split,
             new_group=lambda ranks, **how: self._make("new", ranks, how),
+            get_rank=lambda: RANK,
+            get_world_size=lambda: TOPOLOGY.world,
         )
-        stub = {"device": lambda: CUDA, "has_streams": lambda: streams}
-        stub["rank_and_world"] = lambda: (RANK, 512)
-        vote = lambda numbers: numbers if self.equal else [0, *numbers[1:]]  # noqa: E731
-        for name, value in {
-            "c10d": c10d, "hooks": SimpleNamespace(**stub),
-            "accelerator": SimpleNamespace(**stub), "minimum": vote, "_made": {},
-            "torch": SimpleNamespace(distributed=dist),
-        }.items():  # fmt: skip
-            monkeypatch.setattr(world, name, value)
+        self.streams = streams
+        monkeypatch.setattr(groups, "c10d", c10d)
+        monkeypatch.setattr(groups, "_made", {})
+        monkeypatch.setattr(groups, "torch", SimpleNamespace(distributed=dist))
+
+    def _vote(self, numbers: list[int]) -> list[int]:
+        return numbers if self.equal else [0, *numbers[1:]]
+
+    def level_groups(self, topology: Topology = TOPOLOGY) -> groups.LevelGroups:
+        return groups.level_groups(
+            topology, device=CUDA, has_streams=self.streams, least=self._vote
+        )
 
     def _make(self, how: str, ranks: Any, options: dict[str, Any]) -> object:
         self.made.append((how, ranks, options))
@@ -106,7 +111,7 @@ def test_a_world_that_is_bound_to_devices_is_split_once_per_level(
     torch_ = Torch(monkeypatch, streams=streams, copies=copies, is_first=is_first)
     torch_.world.bound_device_id = CUDA
     torch_.options.is_high_priority_stream, torch_.options.config = True, "the user's"
-    assert world.level_groups(TOPOLOGY) == (NODE, PLACE, NODE)
+    assert torch_.level_groups() == (NODE, PLACE, NODE)
     nodes, places = TOPOLOGY.levels()
     wanted = [nodes, places] + [nodes] * streams  # gradients have a communicator of their own
     assert [(how, ranks) for how, ranks, _ in torch_.made] == [("split", each) for each in wanted]
@@ -121,13 +126,13 @@ def test_a_world_that_is_bound_to_devices_is_split_once_per_level(
 def test_options_without_ranks_or_config_are_made_anew_as_well(monkeypatch) -> None:
     """As those of XCCL."""
     torch_ = Torch(monkeypatch)
-    given = world._options_of_split(SimpleNamespace(options=SimpleNamespace()))
+    given = groups._options_of_split(SimpleNamespace(options=SimpleNamespace()))
     assert vars(given) == {} and torch_.made == []
 
 
 def test_elsewhere_a_group_is_made_by_its_members(monkeypatch) -> None:
     torch_ = Torch(monkeypatch)
-    assert world.level_groups(TOPOLOGY) == (NODE, PLACE, NODE)
+    assert torch_.level_groups() == (NODE, PLACE, NODE)
     how = {"timeout": PATIENCE, "use_local_synchronization": True}
     assert torch_.made == [("new", NODE, how), ("new", PLACE, how)]
 
@@ -136,9 +141,29 @@ def test_ranks_that_know_other_groups_make_all_together(monkeypatch) -> None:
     """Members would call a group by different names and wait for each other for ever."""
     torch_ = Torch(monkeypatch)
     torch_.equal = False
-    assert world.level_groups(TOPOLOGY) == (NODE, PLACE, NODE)
+    assert torch_.level_groups() == (NODE, PLACE, NODE)
     nodes, places = TOPOLOGY.levels()
     assert torch_.made == [("new", ranks, {"timeout": PATIENCE}) for ranks in (*nodes, *places)]
+
+
+PART = Topology(world=16, node_size=8, ranks=tuple(range(3, 128, 8)))  # RANK is its index 10
+
+
+def test_part_of_the_world_makes_its_groups_without_other_ranks(monkeypatch) -> None:
+    torch_ = Torch(monkeypatch)
+    torch_.world.bound_device_id = CUDA  # a split would need all ranks
+    node, place = list(range(67, 131, 8)), [19, 83]
+    assert torch_.level_groups(PART) == (node, place, node)
+    how = {"timeout": PATIENCE, "use_local_synchronization": True}
+    assert torch_.made == [("new", node, how), ("new", place, how)]
+
+
+def test_part_of_the_world_cannot_make_groups_under_different_names(monkeypatch) -> None:
+    torch_ = Torch(monkeypatch)
+    torch_.equal = False
+    with pytest.raises(RuntimeError, match="this rank knows 1 process groups"):
+        torch_.level_groups(PART)
+    assert torch_.made == []
 
 
 class Store(torch.distributed.Store):

@@ -90,12 +90,29 @@ class WrittenWeights:
         self._runs: list[_Run] = []
         self._shard_of_piece: list[int] = []
         self._taken: Tensor | None = None
+        self._noted: Tensor | None = None  # by piece, True if a write was noted
+        self._marked: set[int] = set()
         self._ignored: set[int] = set()
 
     def take(self, shards: Sequence[Tensor]) -> None:
-        """Take the fingerprints of what was sent. shards: in the order of ``dtypes``."""
+        """Take the fingerprints of what was sent. Writes that were noted or marked stay so.
+
+        shards: in the order of ``dtypes``.
+        """
         self._taken = self._fingerprints(shards)
         self._ignored.clear()
+
+    def note(self, shards: Sequence[Tensor]) -> None:
+        """Note the writes since ``take`` until the next vote. Does not wait for the device.
+
+        For the moment before an optimizer step, after which they cannot be told from the step.
+        """
+        if self._taken is not None:
+            self._noted = self._differs(self._fingerprints(shards))
+
+    def mark(self, shard: int) -> None:
+        """Count a shard as written in the next vote, whatever it holds."""
+        self._marked.add(shard)
 
     def ignore(self, shard: int) -> None:
         """Do not compare a shard until the next ``take``: its write is known."""
@@ -104,31 +121,49 @@ class WrittenWeights:
     def forget(self) -> None:
         """Compare nothing until the next ``take``."""
         self._taken = None
+        self._noted = None
 
     def written(self, shards: Sequence[Tensor], communicator: Communicator) -> list[int]:
-        """Return the shards that any rank of ``communicator`` has written since ``take``.
+        """Return the shards that any rank of ``communicator`` has written or marked.
 
-        A collective of one byte, and of one byte per shard if there are any. The host waits for
-        its answer.
+        They count as sent afterwards. A collective of one byte, and of one byte per shard if there
+        are any. The host waits for its answer.
         """
-        if self._taken is None or not self._dtypes:
+        if not self._dtypes:
             return []
         now = self._fingerprints(shards)
-        if now.shape == self._taken.shape:
+        differs = self._differs(now)
+        is_equal = (~differs.any()).to(torch.uint8).view(1)
+        if self._marked:
+            is_equal.zero_()
+        self._noted = None
+        written: list[int] = []
+        if not communicator.least(is_equal).item():
+            by_piece = torch.tensor(self._shard_of_piece, dtype=torch.int64, device=self._device)
+            equal = torch.ones(len(self._dtypes), dtype=torch.uint8, device=self._device)
+            equal[by_piece[differs]] = 0
+            if self._marked:
+                equal[torch.tensor(sorted(self._marked), device=self._device)] = 0
+            flags = communicator.least(equal).tolist()
+            written = [shard for shard, flag in enumerate(flags) if not flag]
+            self._taken = now
+        self._marked.clear()
+        return written
+
+    def _differs(self, now: Tensor) -> Tensor:
+        """Return True for each piece that is not what was taken, or was noted before."""
+        if self._taken is None:
+            differs = torch.zeros(len(now), dtype=torch.bool, device=self._device)
+        elif now.shape == self._taken.shape:
             differs = now != self._taken
         else:  # a shard has another size
             differs = torch.ones(len(now), dtype=torch.bool, device=self._device)
         if self._ignored:
             ignored = [shard in self._ignored for shard in self._shard_of_piece]
-            differs &= ~torch.tensor(ignored, device=self._device)
-        is_equal = (~differs.any()).to(torch.uint8).view(1)
-        if communicator.least(is_equal).item():
-            return []
-        by_piece = torch.tensor(self._shard_of_piece, device=self._device)
-        equal = torch.ones(len(self._dtypes), dtype=torch.uint8, device=self._device)
-        equal[by_piece[differs]] = 0
-        flags = communicator.least(equal).tolist()
-        return [shard for shard, flag in enumerate(flags) if not flag]
+            differs = differs & ~torch.tensor(ignored, device=self._device)
+        if self._noted is not None and self._noted.shape == differs.shape:
+            differs = differs | self._noted
+        return differs
 
     def _fingerprints(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the fingerprints of all pieces, (pieces,) int64."""

@@ -113,8 +113,32 @@ def test_a_known_write_is_ignored_once() -> None:
     for shard in shards:
         shard.zero_()
     assert weights.written(shards, OneRank()) == [0]
+    assert weights.written(shards, OneRank()) == []
     weights.take(shards)
     shards[1].fill_(1)
     assert weights.written(shards, OneRank()) == [1]
     weights.forget()
     assert weights.written(shards, OneRank()) == []
+
+
+def test_a_write_that_was_noted_is_found_after_a_step() -> None:
+    shards = shards_of(100, 200, 300)
+    weights = watched(shards)
+    shards[2].zero_()
+    weights.note(shards)
+    for shard in shards:  # the optimizer steps, and the exchange reads the new weights
+        shard.add_(1)
+    weights.take(shards)
+    assert weights.written(shards, OneRank()) == [2]
+    assert weights.written(shards, OneRank()) == []
+
+
+def test_a_mark_of_one_rank_counts_on_all() -> None:
+    shards = shards_of(100, 200)
+    weights = WrittenWeights([torch.bfloat16] * 2, CPU)
+    weights.mark(1)
+    assert weights.written(shards, OneRank()) == [1]
+    assert weights.written(shards, OneRank()) == []
+    assert weights.written(shards, OtherRank([0], [0, 1])) == [0]
+    shards[0].zero_()  # what was found counts as sent
+    assert weights.written(shards, OneRank()) == [0]

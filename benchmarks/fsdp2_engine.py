@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from ds_quant import fsdp2
+from ds_quant.fsdp2.attaching import front_of
 from ds_quant.fsdp2.front import Front
 
 # Shards and optimizer states are fp32; weights are gathered and gradients reduced in bf16.
@@ -63,12 +64,8 @@ class FSDP2Engine:
 
     def finish_messages(self) -> None:
         """Wait for weights that are still being sent between nodes. Gathers inside nodes do."""
-        if self.front is None or not self.front.node_shards:
-            return
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
+        if self.front is not None and self.front.copies is not None:
+            self.front.copies.finish()
 
 
 def build(model: GPT, config: dict[str, Any], *, nodes: int) -> FSDP2Engine:
@@ -83,7 +80,8 @@ def build(model: GPT, config: dict[str, Any], *, nodes: int) -> FSDP2Engine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["optimizer"]["params"]["lr"])
     front = None
     if "quantized_comm" in config:
-        front = fsdp2.attach(model, config["quantized_comm"], optimizer=optimizer)
+        fsdp2.attach(model, config["quantized_comm"], optimizer=optimizer)
+        front = front_of(model)
     return FSDP2Engine(sharded, optimizer, front, config["gradient_accumulation_steps"])
 
 

@@ -23,7 +23,7 @@ stay rotated; the signs must then be the same in all micro-steps of an optimizer
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -301,6 +301,13 @@ class GradientSums:
     def new_partial_sums(self, device: torch.device) -> Tensor:
         """Allocate the partial sums."""
         return self._communicator.empty(self.plan.partial_numel, dtype=torch.float32, device=device)
+
+    def drop_partial_sums(self, partial_sums: Tensor, gradients: Collection[int]) -> None:
+        """Set the partial sums of some gradients to zero. gradients: their indices in ``specs``."""
+        for slice_plan in self.plan.deferred_slices:
+            for gradient, start, stop in slice_plan.partial_ranges:
+                if gradient in gradients:
+                    partial_sums[start:stop].zero_()
 
 
 def _balanced_pieces(

@@ -202,6 +202,8 @@ class SlicePlan(NamedTuple):
     final_sums: adds up the messages of the last hop, rotated back and scaled.
     partial_sums: of a deferred reduction, see [Note: partial sums] of reduce.py: adds up the
         messages of the first hop, still rotated, into elements [start, stop) of the partial sums.
+    partial_ranges: of a deferred reduction, (gradient, start, stop) of every segment in the partial
+        sums.
     """
 
     hops: list[SliceHop]
@@ -209,6 +211,7 @@ class SlicePlan(NamedTuple):
     partial_sums: Operations
     start: int
     stop: int
+    partial_ranges: list[tuple[int, int, int]]
 
 
 class ReductionPlan:
@@ -321,6 +324,7 @@ class _Compiler:
         remaining = list(range(len(self._segments)))  # segments that this rank still adds up
         slice_hops: list[SliceHop] = []
         partial_sums: list[Task] = []
+        partial_ranges: list[tuple[int, int, int]] = []
         partial_numel = 0
         for depth, hop in enumerate(self._hops):
             rows: list[list[int]] = [[] for _ in range(hop.communicator.size)]  # by receiver
@@ -333,6 +337,9 @@ class _Compiler:
                 partial_offsets, partial_numel = self._end_to_end(remaining)
                 for index, offset in partial_offsets.items():
                     partial_sums.append(self._partial_sum(index, 1, offset))
+                    start = partial_start + offset
+                    stop = start + self._padded_numels[index]
+                    partial_ranges.append((self._segments[index].gradient, start, stop))
                 self._partial_offsets = partial_offsets
         final_sums = [self._final_sum(index) for index in remaining if self._segments[index].numel]
         return SlicePlan(
@@ -341,6 +348,7 @@ class _Compiler:
             partial_sums=Operations(partial_sums),
             start=partial_start,
             stop=partial_start + partial_numel,
+            partial_ranges=partial_ranges,
         )
 
     def _end_to_end(self, indices: Iterable[int]) -> tuple[dict[int, int], int]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_quant.config import schema
-from ds_quant.config.errors import KEY, ConfigError, show
+from ds_quant.config.errors import KEY, ConfigError, did_you_mean, show
+from ds_quant.config.presets import AUTOTUNE, RENAMED, preset_names
 from ds_quant.config.schema import QuantizedCommConfig
 
 VARIABLE = "DS_QUANT_BLOCK"
@@ -35,26 +36,34 @@ def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedC
     if not is_source(param_dict):
         return schema.parse(param_dict, load_codecs=load_codecs)
     try:
-        return schema.parse({**param_dict, KEY: _read()}, load_codecs=load_codecs)
+        block = read(os.environ[VARIABLE])
+        return schema.parse({**param_dict, KEY: block}, load_codecs=load_codecs)
     except ConfigError as error:
         problems = [f"{VARIABLE}: {problem}" for problem in error.problems]
         raise ConfigError(*problems) from None
 
 
-def _read() -> object:
-    """Return the block of the variable: JSON text, or the path of a file that holds it.
+def read(source: str) -> object:
+    """Return the block that a text names: a preset, JSON, or the path of a file that holds JSON.
 
-    The file may also be a whole DeepSpeed config with a block.
+    The JSON may also be a whole DeepSpeed config with a block.
+
+    Raises:
+        ConfigError: the text is none of these.
     """
-    value = os.environ[VARIABLE].strip()
+    source = source.strip()
+    if source in (*preset_names(), *RENAMED, AUTOTUNE):
+        return {"scheme": source}
     try:
-        text = value if value.startswith("{") else Path(value).read_text("utf-8")
+        text = source if source.startswith("{") else Path(source).read_text("utf-8")
         block = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
+        similar = did_you_mean(source, preset_names())
+        hint = "" if similar is None else f'; did you mean "{similar}"?'
         raise ConfigError(
-            f'{show(value)}: {reason}: allowed: a block such as {{"scheme": "qsdp"}}, or the path '
-            "of a file that holds one"
+            f'{show(source)}: {reason}: allowed: a block such as {{"scheme": "qsdp"}}, the path '
+            f"of a file that holds one, or the name of a preset{hint}"
         ) from None
     if isinstance(block, dict) and KEY in block:
         return block[KEY]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch.distributed import fsdp
 
-# The collectives were written against a release of torch that has this method.
-_NEEDED = "set_reduce_scatter_unused_params"
+_NEEDED = "set_custom_reduce_scatter"
 if not hasattr(getattr(fsdp, "FSDPModule", None), _NEEDED):
     raise ImportError(
-        f"ds_quant.fsdp2: FSDP2 of torch {torch.__version__} has no {_NEEDED}: "
-        "use a release that has it, such as torch 2.13; under DeepSpeed older ones work"
+        f"ds_quant.fsdp2: FSDP2 of torch {torch.__version__} has no {_NEEDED}: use torch 2.10 or "
+        "newer; under DeepSpeed older ones work"
     )
 
 from ds_quant.fsdp2.attaching import attach  # noqa: E402

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
+from ds_quant.config import environment
 from ds_quant.config.environment import KILL_VARIABLE, VARIABLE
-from ds_quant.config.errors import KEY, ConfigError
+from ds_quant.config.errors import KEY, ConfigError, misplaced_block, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
+from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.front import STAGE, Front
+from ds_quant.fsdp2.inactive import InactiveFront
 from ds_quant.fsdp2.notices import weights_in_full
+from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
 from ds_quant.fsdp2.report import figures, start_line
-from ds_quant.fsdp2.sharded_module import shard_group
+from ds_quant.fsdp2.sharded_module import (
+    Mesh,
+    mesh_of,
+    refuse_unsupported,
+    sharded_parameters,
+)
 from ds_quant.fsdp2.telemetry import Telemetry
+from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.kernels import dispatch
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
@@ -33,101 +41,89 @@ from ds_quant.runtime.handshake import handshake
 from ds_quant.runtime.start_line import warn_of_unmatched
 from ds_quant.runtime.telemetry import unwritable
 
-_fronts: WeakKeyDictionary[nn.Module, Front] = WeakKeyDictionary()
-
 
 def attach(
     model: nn.Module,
     block: Mapping[str, Any] | str | Path | None = None,
     *,
     optimizer: Optimizer | Iterable[Optimizer],
-) -> Front | None:
+) -> Front | InactiveFront:
     """Send the weights and gradients of an FSDP2 model as a ``quantized_comm`` block says.
 
     Call it on all ranks after ``fully_shard`` and after the optimizer exists. Keep the result in
     the checkpoint's state, so that a resumed run repeats its random bits.
 
     Args:
-        model: the root that ``fully_shard`` was called on, sharded over all ranks or, with a
-            replica in every node, over the ranks of a node: see docs/fsdp2.md.
-        block: the block, or the path of a JSON file that holds one. None: that of DS_QUANT_BLOCK.
-        optimizer: the optimizer of the model's parameters. Of several the last one that steps is
-            given last. An empty list: a model that is only evaluated.
+        model: a module that ``fully_shard`` was called on, or one that holds such modules; sharded
+            over all its ranks or, with replicas, over the ranks of each: see docs/fsdp2.md.
+        block: the block, the name of a preset, JSON, or the path of a file that holds JSON. None:
+            that of DS_QUANT_BLOCK.
+        optimizer: the optimizer of the model's parameters, or a list of several. Others that hold
+            parameters of the model are followed from their first step. An empty list: a model that
+            is only evaluated.
 
     Returns:
-        The attached front; None without a block, or with ``enabled: false``.
+        The attached front. Without a block, with ``enabled: false`` or for a model without
+        parameters one that does nothing.
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
         UnsupportedModel: a setting of ``fully_shard`` that cannot work, before any collective.
+        TypeError, ValueError: an optimizer that is none, or of another model.
         StartError: ranks with other settings or without this call.
+        RuntimeError: the model is attached already.
     """
     config = _parse(block)
     if config is None:
-        return None
-    if model in _fronts:
-        raise RuntimeError(f"{KEY}: this model is attached already")
-    group = shard_group(model)
-    world = dist.get_world_size()
-    _refuse(config, group, world)
-    config.validate_world(world)
-    rank = dist.get_rank()
-    device = next(iter(model.parameters())).device
-    has_replicas = dist.get_world_size(group) < world
-    must = {"front": "fsdp2", "torch": torch.__version__.partition("+")[0]}
-    if has_replicas:
-        must["parameters"] = _digest(model)
-    node_size = handshake(
-        config=config,
-        must=must,
-        kernels=dispatch.describe(device, config.backend),
-        rank=rank,
-        world=world,
-        fault=unwritable(config.metrics, rank),
-    )
-    if has_replicas:
-        topology = Topology(world=world, node_size=dist.get_world_size(group))
-    else:
-        topology = Topology(world=world, node_size=config.node_size or node_size)
-    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    refusals.refuse_full_replica(
-        config, world=world, node_size=topology.node_size, model_bytes=model_bytes, fsdp2=True
-    )
-    groups = _level_groups(topology, device) if 1 < topology.node_size < world else ()
-    process_groups = [None if has_replicas else group, *groups]
-    front = Front(
-        model, config.to_scheme(), topology, process_groups, device, has_replicas=has_replicas
-    )
-    if has_replicas and node_size < topology.node_size:
-        front.notices.append(
-            f"a replica spans hosts of {node_size} ranks, between which weights are sent in every "
-            f"forward and backward: shard over {node_size} ranks"
+        return InactiveFront(_reason_of_no_block(block))
+    if front_of(model) is not None:
+        raise RuntimeError(
+            f"{KEY}: this model is attached already: call detach() of its front first"
         )
-    if world > 1:
-        front.connect()
-        front.notices += weights_in_full(front)
-        _follow(front, optimizer)
-        if config.metrics.file is not None and config.metrics.interval and rank == 0:
-            front.telemetry = Telemetry(front, config.metrics)
-            front.telemetry.arm()
-    _announce(front)
-    _fronts[model] = front
+    optimizers = optimizers_of(optimizer)
+    mesh = mesh_of(model)
+    if mesh is None:
+        return InactiveFront(
+            f"{type(model).__name__} has no parameters that fully_shard has sharded: nothing is "
+            "quantized"
+        )
+    _refuse(config, mesh)
+    refuse_unsupported(model, mesh)
+    _refuse_optimizers(model, optimizers)
+    scheme = config.to_scheme()
+    topology = _shake_hands(model, config, mesh)
+    front = Front(model, scheme, topology, mesh)
+    front.connect(optimizers)
+    try:
+        _begin(front, has_optimizer=bool(optimizers))
+    except BaseException:
+        front.detach()
+        raise
     return front
 
 
-def _announce(front: Front) -> None:
-    """Log the start-up line and its warnings on rank 0."""
-    if os.environ.get(KILL_VARIABLE, "").strip():
-        front.notices.append(f"{KILL_VARIABLE} is not watched under FSDP2")
-    names = [param.name for param in front.params.values()]
-    warn_of_unmatched(front.scheme.block.exclude, names)
-    front.line = start_line(front)
-    log.info_rank0(f"{KEY}: {front.line}")
+def _begin(front: Front, *, has_optimizer: bool) -> None:
+    """Arm the metrics and log the start-up line."""
+    if not has_optimizer:
+        front.notices.append("no optimizer: weights are gathered only")
+    config = front.scheme.block
+    if front.topology.world > 1:
+        front.notices += weights_in_full(front)
+        if config.metrics.file is not None and config.metrics.interval and dist.get_rank() == 0:
+            front.telemetry = Telemetry(front, config.metrics)
+            front.telemetry.arm()
+    _announce(front)
 
 
 def front_of(model: nn.Module) -> Front | None:
-    """Return what was attached to a model, None if nothing was."""
-    return _fronts.get(model)
+    """Return what was attached to a model or to one that holds it, None if nothing was."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in torch_names.param_groups(module):
+            gather = group._all_gather_comm
+            return gather.front if isinstance(gather, QuantizedAllGather) else None
+    return None
 
 
 def report(model: nn.Module) -> dict[str, Any] | None:
@@ -137,38 +133,58 @@ def report(model: nn.Module) -> dict[str, Any] | None:
 
 
 def resync(model: nn.Module) -> None:
-    """Bring weights that were written outside of the optimizer to all nodes. A collective."""
+    """Let the next forward bring exact weights to all nodes. Written weights need no call."""
     front = front_of(model)
     if front is not None:
         front.resync()
 
 
+# ---- the block ----
+
+
 def _parse(block: Mapping[str, Any] | str | Path | None) -> QuantizedCommConfig | None:
-    """Parse the block as a dict, from a file, or from the environment."""
-    source = block
+    """Parse the block as a dict, from a text or file, or from the environment.
+
+    Raises:
+        ConfigError
+    """
+    source: object = block
+    origin = ""
     if block is None:
-        source = os.environ.get(VARIABLE, "").strip()
-        if not source:
+        if not environment.is_set():
             return None
-    if not isinstance(source, Mapping):
-        text = str(source)
-        if not text.startswith("{"):
-            text = Path(text).read_text("utf-8")
-        source = json.loads(text)
-    if KEY in source:
-        source = source[KEY]
-    config = parse_block(dict(source))
+        source = os.environ[VARIABLE]
+        origin = f"{VARIABLE}: "
+    try:
+        if isinstance(source, (str, Path)):
+            source = environment.read(str(source))
+        if isinstance(source, Mapping):
+            source = dict(source)
+            if KEY in source:
+                source = source[KEY]
+            elif problems := misplaced_block(source):
+                raise ConfigError(*problems)
+        config = parse_block(source)
+    except ConfigError as error:
+        if not origin:
+            raise
+        raise ConfigError(*[origin + problem for problem in error.problems]) from None
     return config if config.enabled else None
 
 
-def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
+def _reason_of_no_block(block: object) -> str:
+    """Say why nothing is quantized."""
+    if block is None and not environment.is_set():
+        return f"no block was given and {VARIABLE} is not set: nothing is quantized"
+    return "enabled=false: nothing is quantized"
+
+
+def _refuse(config: QuantizedCommConfig, mesh: Mesh) -> None:
     """Refuse settings that this front does not serve, before any collective.
 
     Raises:
         ConfigError: naming each setting, its value, what is allowed and the way out.
     """
-    ranks = dist.get_process_group_ranks(group)
-    has_replicas = len(ranks) < world
     problems = []
     if config.scheme == AUTOTUNE:
         problems.append(
@@ -181,34 +197,73 @@ def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
             f'{KEY}.fallback.on_nonfinite="{config.fallback.on_nonfinite}": allowed under FSDP2: '
             '"skip"; clip_grad_norm_ with error_if_nonfinite=True ends such a run'
         )
-    if has_replicas:
-        problems += _problems_of_replicas(config, ranks, world)
+    if mesh.replicas > 1:
+        problems += _problems_of_replicas(config, mesh)
     if problems:
         raise ConfigError(*problems)
+    config.validate_world(len(mesh.ranks))
     config.validate_stage(STAGE)
 
 
-def _problems_of_replicas(
-    config: QuantizedCommConfig, ranks: list[int], world: int
-) -> Iterator[str]:
-    """Yield the problems of a replica that is sharded over ``ranks``, fewer than all."""
-    size = len(ranks)
-    if size == 1:
+def _problems_of_replicas(config: QuantizedCommConfig, mesh: Mesh) -> Iterator[str]:
+    """Yield the problems of a model with replicas."""
+    if mesh.shards == 1:
         yield (
-            "the mesh of fully_shard has one rank: allowed: several, of one node, which share a "
-            "replica; or all ranks"
+            "replicas of one rank, which share nothing: allowed: replicas of several ranks, or a "
+            "mesh of one dimension"
         )
-    elif world % size or ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
+    if config.node_size not in (None, mesh.shards):
         yield (
-            f"the mesh of fully_shard has ranks {ranks} of {world}: allowed: consecutive ranks, as "
-            f'init_device_mesh(device, ({world // size}, {size}), mesh_dim_names=("replica", '
-            '"shard")) makes them'
+            f"{KEY}.node_size={show(config.node_size)}: allowed with replicas of {mesh.shards} "
+            f"ranks: {mesh.shards}; leave it out"
         )
-    if config.node_size not in (None, size):
-        yield (
-            f"{KEY}.node_size={config.node_size}: allowed with replicas of {size} ranks: {size}; "
-            "leave it out"
+
+
+# ---- other ranks ----
+
+
+def _shake_hands(model: nn.Module, config: QuantizedCommConfig, mesh: Mesh) -> Topology:
+    """Compare the settings of all ranks of the mesh, and return its nodes.
+
+    Raises:
+        StartError: see ``handshake``.
+        ConfigError: nodes of one rank, with a scheme that keeps all weights in every node.
+    """
+    world = len(mesh.ranks)
+    rank = mesh.ranks.index(dist.get_rank())
+    node_size = handshake(
+        config=config,
+        must={
+            "front": "fsdp2",
+            "torch": torch.__version__.partition("+")[0],
+            "mesh": f"{mesh.replicas} x {mesh.shards}",
+            "parameters": _digest(model),
+        },
+        kernels=dispatch.describe(mesh.device, config.backend),
+        rank=rank,
+        world=world,
+        fault=unwritable(config.metrics, rank),
+        ranks=mesh.ranks if mesh.is_part else None,
+    )
+    if mesh.replicas > 1:
+        if node_size < mesh.shards:
+            log.log_rank0(
+                f"{KEY}: a replica spans hosts of {node_size} ranks, between which weights are "
+                f"sent in every forward and backward: shard over {node_size} ranks",
+                first=mesh.ranks[0],
+            )
+        node_size = mesh.shards
+    topology = Topology(
+        world=world,
+        node_size=config.node_size or node_size,
+        ranks=() if mesh.ranks == tuple(range(dist.get_world_size())) else mesh.ranks,
+    )
+    if mesh.replicas == 1:
+        model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        refusals.refuse_full_replica(
+            config, world=world, node_size=topology.node_size, model_bytes=model_bytes, fsdp2=True
         )
+    return topology
 
 
 def _digest(model: nn.Module) -> str:
@@ -217,21 +272,33 @@ def _digest(model: nn.Module) -> str:
     return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})"
 
 
-def _level_groups(topology: Topology, device: torch.device) -> tuple[Any, Any]:
-    """Return this rank's process groups inside its node and between nodes. A collective."""
-    mesh = init_device_mesh(
-        device.type, (topology.nodes, topology.node_size), mesh_dim_names=("inter", "intra")
-    )
-    return mesh.get_group("intra"), mesh.get_group("inter")
+def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that hold no parameter of the model.
+
+    Raises:
+        ValueError
+    """
+    known = {id(parameter) for parameter in sharded_parameters(model)}
+    for optimizer in optimizers:
+        if not any(id(parameter) in known for parameter in parameters_of(optimizer)):
+            raise ValueError(
+                f"{KEY}: optimizer={type(optimizer).__name__} holds none of the model's "
+                "parameters, so its steps would not move the model: make it after fully_shard, "
+                "which replaces the parameters, or give that of this model"
+            )
 
 
-def _follow(front: Front, optimizer: Optimizer | Iterable[Optimizer]) -> None:
-    """Run the front's events around the steps of the optimizer; of several, of the last one."""
-    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    # Accelerate's wrapper runs no hooks of its own; the optimizer inside does.
-    optimizers = [getattr(wrapper, "optimizer", wrapper) for wrapper in given]
-    if not optimizers:
-        front.notices.append("no optimizer: weights are gathered only")
-        return
-    optimizers[0].register_step_pre_hook(front.before_step)
-    optimizers[-1].register_step_post_hook(front.after_step)
+def _announce(front: Front) -> None:
+    """Log the start-up line and its warnings on the first rank."""
+    if os.environ.get(KILL_VARIABLE, "").strip():
+        front.notices.append(f"{KILL_VARIABLE} is not watched under FSDP2")
+    if front.mesh.is_part:
+        front.notices.append(
+            f"this model belongs to {len(front.mesh.ranks)} of {dist.get_world_size()} ranks, from "
+            f"rank {front.mesh.ranks[0]} on; other ranks train models of their own"
+        )
+    if front.topology.world > 1:
+        names = [param.name for param in front.params]
+        warn_of_unmatched(front.scheme.block.exclude, names)
+    front.line = start_line(front)
+    front.info(f"{KEY}: {front.line}")

@@ -3,8 +3,21 @@
 [Note: one backward, one step] With several nodes of several ranks a reduction has two hops. Where
 the user says that a backward is not the last one of the optimizer step
 (``set_is_last_backward(False)`` or ``set_requires_all_reduce(False)``), only the hop inside the
-node runs; FSDP2 gets zeros, which it adds to the gradient. The last backward reduces the partial
-sums between the nodes. A user who says nothing has every backward cross between the nodes.
+node runs: the ranks of a node keep its *partial sums*, and FSDP2 gets zeros, which it adds to the
+gradient. The last backward reduces the partial sums between the nodes. A user who says nothing has
+every backward cross between the nodes.
+
+[Note: which gradients] FSDP2 reduces the gradients that a backward has made. These may be some of a
+module's parameters, and others in the next backward: parameters are frozen and thawed, and a loss
+in chunks runs backward through part of a module. The custom reduce-scatter gets a flat tensor, so
+the parameters that have gradients are noted before. Partial sums are kept for each set of such
+parameters. In the last backward a parameter that has partial sums but no gradient gets one of
+zeros, so FSDP2 reduces it, and the sums of all sets are added to the reduced gradients.
+
+[Note: an accumulation that is given up] A loop that drops its gradients drops the partial sums,
+too. ``zero_grad`` tells the front, see optimizers.py. A gradient that is None again has been
+dropped. Anything else that writes a gradient between two backwards has written zeros, so it is an
+error.
 
 [Note: replicas] With a replica in every node a rank of a node sums its part of a row over the
 nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all ranks.
@@ -12,14 +25,13 @@ nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import CastCodec
@@ -28,9 +40,12 @@ from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_tensors_last
+from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.torch_names import FsdpParam, ReduceScatter
 from ds_quant.kernels.wire import shard_range
 from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
+from ds_quant.runtime.plan_cache import PlanCache
 
 if TYPE_CHECKING:
     from ds_quant.fsdp2.front import Front
@@ -38,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Plan:
-    """The reduction of a sharded module's gradients, the same in every step.
+    """The reduction of some gradients of a sharded module, the same in every step.
 
     rows: the parameters that have gradients.
     returned: with replicas, writes the sums of all nodes over the row, with ``returned_codecs``.
@@ -51,15 +66,42 @@ class _Plan:
     returned_codecs: Sequence[GradientCodecs] = ()
 
 
-@dataclass
+@dataclass(eq=False, kw_only=True)
 class _PartialSums:
     """Sums of this node, between two backwards of an optimizer step.
 
     last: the reduction that still adds to them.
+    versions: by parameter, the version of the gradient that FSDP2 has added zeros to.
     """
 
+    plan: _Plan
     values: Tensor
     last: Reduction
+    versions: tuple[int, ...] = ()
+
+    def members_without_gradient(self) -> list[int]:
+        """Return the indices of parameters whose gradient was dropped."""
+        members = self.plan.rows.members
+        return [i for i, member in enumerate(members) if member.sharded_param.grad is None]
+
+    def drop(self, indices: Collection[int]) -> None:
+        """Drop the sums of some parameters."""
+        self.last.wait()
+        self.plan.sums.drop_partial_sums(self.values, indices)
+
+    def note_versions(self) -> None:
+        """Note the versions of the gradients."""
+        self.versions = self._versions()
+
+    def was_written(self) -> bool:
+        """Return True if code outside of FSDP2 has written a gradient since."""
+        pairs = zip(self.versions, self._versions(), strict=False)
+        return any(noted != now and now >= 0 for noted, now in pairs)
+
+    def _versions(self) -> tuple[int, ...]:
+        """Return the version of every gradient, -1 where there is none."""
+        gradients = [member.sharded_param.grad for member in self.plan.rows.members]
+        return tuple([-1 if gradient is None else gradient._version for gradient in gradients])
 
 
 class QuantizedReduceScatter(ReduceScatter):
@@ -68,15 +110,46 @@ class QuantizedReduceScatter(ReduceScatter):
     def __init__(self, front: Front, sharded: ShardedModule) -> None:
         self._front = front
         self._sharded = sharded
-        self._plans: dict[tuple[torch.dtype, bool, float, tuple[bool, ...]], _Plan] = {}
-        self._partial_sums: _PartialSums | None = None
-        self._backwards = 0  # in this optimizer step
+        group = sharded.group
+        self._own = group._reduce_scatter_comm  # FSDP2's
+        self._mesh_records = group.mesh_info, group.post_forward_mesh_info
+        self._plans: PlanCache[tuple[torch.dtype, bool, float, tuple[bool, ...]], _Plan]
+        self._plans = PlanCache()
+        self._has_gradient: tuple[bool, ...] = ()  # by parameter, in this backward
+        self._partial_sums: dict[_Plan, _PartialSums] = {}
+        self._reductions = 0  # in this optimizer step
+
+    # ---- FSDP2's calls ----
+
+    def connect(self) -> None:
+        """Replace FSDP2's reduce-scatter, and note the gradients of every backward ahead of it."""
+        group = self._sharded.group
+        group._reduce_scatter_comm = self
+        if not self._sharded.reduces:
+            return
+        self._sharded.reduce_between_nodes()
+        reduce = group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            self._before_reduction()
+            reduce(*unused)
+            for partial_sums in self._partial_sums.values():
+                partial_sums.note_versions()
+
+        group.post_backward = post_backward
+
+    def disconnect(self) -> None:
+        """Give FSDP2 its reduce-scatter back."""
+        group = self._sharded.group
+        group._reduce_scatter_comm = self._own
+        group.mesh_info, group.post_forward_mesh_info = self._mesh_records
+        vars(group).pop("post_backward", None)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return uninitialized memory."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return self._own.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -85,76 +158,191 @@ class QuantizedReduceScatter(ReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> None:
+    ) -> dist.Work | None:
         """Reduce ``input_tensor``, (ranks * row,), to this rank's row in ``output_tensor``.
 
         1. encode the gradients and reduce them over the hops, with the sums written over the row,
         of which padding stays as it is  2. with replicas exchange the sums between all nodes.
         Before the last backward: 1. reduce inside the node  2. return zeros.
-
-        Raises:
-            RuntimeError: a parameter has no gradient.
         """
         front = self._front
+        front.refuse_capture()
+        if not self._sharded.reduces:
+            front.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
+            return self._own(output_tensor, input_tensor, group, op, async_op)
+        front.optimizers.after_reduction()
         plan = self._plan(input_tensor, self._scale(op))
-        step = (front.step << 24) + self._backwards
-        bound_codecs, rotations = self._bind(plan, step)
-        self._backwards += 1
-        if front.defers_inter_node and not (front.is_last_backward and self._sharded.crosses):
-            self._accumulate(plan, input_tensor, bound_codecs, rotations)
+        if not self._crosses:
+            self._accumulate(plan, input_tensor)
             output_tensor.zero_()
-            return
-        partial_sums = self._pop_partial_sums()
-        total = output_tensor
-        if plan.returned is not None:
-            total = plan.sums.new_sums(input_tensor.device)
-        plan.sums.begin(
-            [input_tensor], bound_codecs, rotations, into=total, partial_sums=partial_sums
-        ).wait()
-        if plan.returned is not None:
-            codecs, signs = _bound(plan.returned_codecs, step, step)
-            plan.returned.send(total, output_tensor, [bound for (bound,) in codecs], signs)
+            return None
+        own_sums = self._partial_sums.pop(plan, None)
+        self._reduce(plan, input_tensor, own_sums, output_tensor)
+        while self._partial_sums:
+            _, other_sums = self._partial_sums.popitem()
+            self._add(other_sums, plan, output_tensor)
+        return None
+
+    # ---- events of a step ----
 
     @property
     def holds_partial_sums(self) -> bool:
         """True if gradients of an earlier backward wait for the last one."""
-        return self._partial_sums is not None
+        self._drop_abandoned()
+        return bool(self._partial_sums)
 
     @property
-    def backwards(self) -> int:
-        """Backwards so far in this optimizer step."""
-        return self._backwards
+    def reductions(self) -> int:
+        """Reductions so far in this optimizer step: one per backward, more for a loss in chunks."""
+        return self._reductions
 
     def after_step(self) -> None:
         """Begin the next optimizer step."""
-        self._backwards = 0
+        self._reductions = 0
 
-    def discard(self) -> None:
-        """Forget the gradients of an accumulation that was abandoned."""
-        self._pop_partial_sums()
-        self._backwards = 0
+    def discard(self, parameters: Collection[int] | None = None) -> None:
+        """Drop the partial sums of parameters, given by their ids; None for all.
 
-    def _scale(self, op: Any) -> float:
-        """Return the factor of the sum over all ranks; after ``SUM`` FSDP2 divides, too."""
-        factor = self._sharded.divide_factor
-        if op == dist.ReduceOp.SUM:
-            # FSDP2 divides by the user's factor, else by the ranks of a shard group.
-            return 1 / self._front.replicas if factor is None else 1.0
-        # A mean, or a sum premultiplied by the inverse of the user's factor.
-        return 1 / (factor or self._front.hierarchy.size)
+        See [Note: an accumulation that is given up].
+        """
+        for plan, partial_sums in list(self._partial_sums.items()):
+            members = plan.rows.members
+            dropped = [
+                index
+                for index, member in enumerate(members)
+                if parameters is None or id(member.sharded_param) in parameters
+            ]
+            if len(dropped) == len(members):
+                self._pop(plan)
+            elif dropped:
+                partial_sums.drop(dropped)
+                partial_sums.note_versions()
 
-    def _accumulate(
+    # ---- which gradients ----
+
+    @property
+    def _crosses(self) -> bool:
+        """True if this backward sends gradients between the nodes."""
+        return not self._front.defers_inter_node or self._sharded.is_last_backward
+
+    def _before_reduction(self) -> None:
+        """Note the parameters that have gradients: see [Note: which gradients]."""
+        group = self._sharded.group
+        if not group.reduce_grads:
+            return
+        self._drop_abandoned()
+        for partial_sums in self._partial_sums.values():
+            if partial_sums.was_written():
+                raise RuntimeError(
+                    f"quantized_comm: gradients of {self._sharded.title} were written between two "
+                    "backwards of an optimizer step. They are zero until the last backward, "
+                    "because the sums of this step are kept inside the nodes. To drop them call "
+                    "front.discard_gradients(); to scale or clip them do so after the last "
+                    'backward, or set quantized_comm.gradients.cross="micro_step"'
+                )
+        if self._partial_sums and self._crosses:
+            self._give_zero_gradients()
+        self._has_gradient = tuple([self._reduces(member) for member in self._sharded.members])
+
+    def _reduces(self, member: FsdpParam) -> bool:
+        """Return True if FSDP2 will reduce a gradient of this parameter."""
+        if not hasattr(member, "_unsharded_param"):
+            return False
+        parameter = member._unsharded_param
+        if member.unsharded_accumulated_grad is not None or parameter.grad is not None:
+            return True
+        return torch_names.reduces_unused(self._sharded.group) and parameter.requires_grad
+
+    def _give_zero_gradients(self) -> None:
+        """Give parameters with partial sums a gradient of zeros, if this backward made none."""
+        has_sums = {
+            id(member): member
+            for partial_sums in self._partial_sums.values()
+            for member in partial_sums.plan.rows.members
+        }
+        missing = [member for member in has_sums.values() if not self._reduces(member)]
+        if not missing:
+            return
+        dtype = self._dtype_of_gradients()
+        for member in missing:
+            zeros = torch.zeros_like(member._unsharded_param, dtype=dtype, requires_grad=False)
+            member.unsharded_accumulated_grad = zeros
+
+    def _dtype_of_gradients(self) -> torch.dtype:
+        """Return the dtype of this backward's gradients, which FSDP2 wants to be equal."""
+        gathered = [m for m in self._sharded.members if hasattr(m, "_unsharded_param")]
+        for member in gathered:
+            for gradient in (member.unsharded_accumulated_grad, member._unsharded_param.grad):
+                if gradient is not None:
+                    return gradient.dtype
+        return gathered[0]._unsharded_param.dtype
+
+    def _drop_abandoned(self) -> None:
+        """Drop the partial sums of gradients that are None again."""
+        for plan, partial_sums in list(self._partial_sums.items()):
+            dropped = partial_sums.members_without_gradient()
+            if len(dropped) == len(plan.rows.members):
+                self._pop(plan)
+            elif dropped:
+                partial_sums.drop(dropped)
+
+    # ---- one reduction ----
+
+    def _reduce(
         self,
         plan: _Plan,
-        gradients: Tensor,
-        bound_codecs: Sequence[tuple[BoundCodec, ...]],
-        rotations: Sequence[Rotation | None],
+        gradients: Tensor | None,
+        partial_sums: _PartialSums | None,
+        output: Tensor,
     ) -> None:
+        """Reduce gradients over all hops, with earlier partial sums, to this rank's row ``output``.
+
+        gradients: None to reduce the partial sums alone.
+        """
+        step = self._next_address()
+        bound_codecs, rotations = self._bind(plan, step)
+        values: Tensor | None = None
+        if partial_sums is not None:
+            values = self._front.sums.release(partial_sums.values, partial_sums.last)
+        total = output
+        if plan.returned is not None:
+            total = plan.sums.new_sums(output.device)
+        plan.sums.begin(
+            None if gradients is None else [gradients],
+            bound_codecs,
+            rotations,
+            into=total,
+            partial_sums=values,
+        ).wait()
+        if plan.returned is not None:
+            codecs, signs = _bound(plan.returned_codecs, step, step)
+            plan.returned.send(total, output, [bound for (bound,) in codecs], signs)
+
+    def _add(self, other: _PartialSums, plan: _Plan, output: Tensor) -> None:
+        """Reduce partial sums of other parameters than those of ``plan``, and add them to its row.
+
+        All of them that still have a gradient are parameters of ``plan``, too.
+        """
+        rows = other.plan.rows
+        row = torch.zeros(rows.row_numel, dtype=output.dtype, device=output.device)
+        self._reduce(other.plan, None, other, row)
+        offsets = dict(zip(map(id, plan.rows.members), plan.rows.offsets, strict=True))
+        for member, start, width in zip(rows.members, rows.offsets, rows.widths, strict=True):
+            target = offsets.get(id(member))
+            if target is not None:
+                output[target : target + width] += row[start : start + width]
+
+    def _accumulate(self, plan: _Plan, gradients: Tensor) -> None:
         """Add the gradients, summed inside the node, to the partial sums."""
-        values = self._pop_partial_sums()
-        fresh = values is None
-        if values is None:
+        bound_codecs, rotations = self._bind(plan, self._next_address())
+        sums = self._front.sums
+        earlier = self._partial_sums.get(plan)
+        sums.wait()
+        if earlier is None:
             values = plan.sums.new_partial_sums(gradients.device)
+            sums.hold(values)
+        else:
+            values = earlier.values
         last = Reduction(
             plan.sums.plan,
             [gradients],
@@ -162,45 +350,56 @@ class QuantizedReduceScatter(ReduceScatter):
             rotations,
             None,
             partial_sums=values,
-            fresh=fresh,
+            fresh=earlier is None,
         )
-        self._partial_sums = _PartialSums(values, last)
+        sums.running = last
+        self._partial_sums[plan] = _PartialSums(plan=plan, values=values, last=last)
 
-    def _pop_partial_sums(self) -> Tensor | None:
-        if self._partial_sums is None:
-            return None
-        partial_sums = self._partial_sums
-        self._partial_sums = None
-        partial_sums.last.wait()
-        return partial_sums.values
+    def _pop(self, plan: _Plan) -> None:
+        """Drop the partial sums of a plan."""
+        partial_sums = self._partial_sums.pop(plan)
+        self._front.sums.release(partial_sums.values, partial_sums.last)
+
+    def _next_address(self) -> int:
+        """Return the address of the random bits of a reduction, unique in a run."""
+        address = (self._front.step << 24) + self._reductions
+        self._reductions += 1
+        return address
+
+    def _scale(self, op: Any) -> float:
+        """Return the factor of the sum over all ranks; after ``SUM`` FSDP2 divides, too."""
+        factor = self._sharded.group.gradient_divide_factor
+        if op == dist.ReduceOp.SUM:
+            # FSDP2 divides by the user's factor, else by the ranks of a shard group.
+            return 1 / self._front.replicas if factor is None else 1.0
+        # A mean, or a sum premultiplied by the inverse of the user's factor.
+        return 1 / (factor or self._front.hierarchy.size)
 
     def _bind(
         self, plan: _Plan, step: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
-        """Return the codecs of this backward on every hop, and the rotation of each gradient."""
+        """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
         # One pattern of signs for all backwards whose rotated values are added up.
         signs_step = self._front.step << 24 if self._front.defers_inter_node else step
         return _bound(plan.gradient_codecs, step, signs_step)
 
+    # ---- plans ----
+
     def _plan(self, gradients: Tensor, scale: float) -> _Plan:
         full = self._front.is_full_precision(self._front.step)
-        trained = self._sharded.trained()
-        key = (gradients.dtype, full, scale, trained)
-        if key not in self._plans:
-            rows = self._sharded.part(trained)
-            self._require_all(gradients, rows)
-            self._plans[key] = self._new_plan(rows, gradients.dtype, full, scale)
-        else:
-            self._require_all(gradients, self._plans[key].rows)
-        return self._plans[key]
-
-    def _require_all(self, gradients: Tensor, rows: ShardedModule) -> None:
-        if gradients.numel() != self._front.shards.size * rows.row_numel:
+        key = (gradients.dtype, full, scale, self._has_gradient)
+        plan = self._plans.get(key)
+        if plan is None:
+            rows = self._sharded.part(self._has_gradient)
+            plan = self._plans.add(key, self._new_plan(rows, gradients.dtype, full, scale))
+        numel = self._front.shards.size * plan.rows.row_numel
+        if gradients.numel() != numel:
             raise RuntimeError(
-                f"quantized_comm: parameters of {rows.name or 'the root'} have no gradient in this "
-                "backward: call model.set_reduce_scatter_unused_params(True), with which FSDP2 "
-                "reduces zeros for them"
+                f"quantized_comm: FSDP2 reduces {gradients.numel()} elements of "
+                f"{self._sharded.title} where {numel} were expected, of its parameters that have "
+                "gradients: please report this with the release of torch"
             )
+        return plan
 
     def _new_plan(self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float) -> _Plan:
         front = self._front

@@ -5,9 +5,9 @@ one per node, as [Note: strided layout] of comm/node_rows.py has it. An optimize
 weights between these ranks: each byte enters a node once. A gather then stays inside the node. The
 exchange is waited for when the module is gathered next.
 
-[Note: one agreement] Lossless messages have lengths that all nodes must know before the first one
-is posted. They are exchanged once per step for all modules: see [Note: lengths] of
-comm/lossless_gather.py.
+[Note: filled rows] Rows are made and filled, exactly, before the first gather: until then the
+weights may be on the meta device or about to be loaded. Rows of parameters that were written
+outside of an optimizer step are filled again, see node_copies.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import Codec
-from ds_quant.comm.lossless_gather import Post, posts
+from ds_quant.comm.lossless_gather import Post
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.transport import Communicator, Pending
@@ -39,155 +39,140 @@ class NodeShard:
     """The rows of one sharded module: see [Note: rows of a node]."""
 
     def __init__(self, front: Front, sharded: ShardedModule) -> None:
-        self._front, self._sharded = front, sharded
+        self._front = front
+        self.sharded = sharded
         topology = front.topology
         self._node, self._local = divmod(front.hierarchy.rank, topology.node_size)
-        self._rows = torch.zeros(
-            topology.nodes, sharded.row_numel, dtype=sharded.dtype, device=front.device
-        )
+        self._shape = topology.nodes, sharded.row_numel
+        self._rows: Tensor | None = None  # see [Note: filled rows]
         self._between = WeightCodecs(front, sharded, hop=_BETWEEN)
         self._inside = WeightCodecs(front, sharded, hop=_INSIDE)
-        self.lossless_rows = LosslessRows(
-            trained_columns(sharded), self._rows, self._node, self._new_row
-        )
         self._exchange: Pending[Any] | None = None
-        self._versions: list[int] = []
-        self.refill()
+
+    # ---- rows ----
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows on this rank."""
-        return self._rows.nbytes
+        nodes, numel = self._shape
+        return nodes * numel * self.sharded.dtype.itemsize
+
+    @property
+    def is_filled(self) -> bool:
+        """True once the rows exist."""
+        return self._rows is not None
 
     def rows(self) -> Tensor:
-        """Return the rows of this rank, with the weights of the last step."""
-        self._finish_exchange()
+        """Return the rows of this rank, (nodes, row), with the weights of the last step."""
+        self.finish_exchange()
+        assert self._rows is not None, "a collective has filled them"
         return self._rows
 
-    def _finish_exchange(self) -> None:
+    def finish_exchange(self) -> None:
         """Wait until the rows hold the weights of the last step."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
 
-    def refill(self) -> None:
-        """Fill the rows exactly. A collective."""
-        self._finish_exchange()
-        exact = [full_precision(self._sharded.dtype) for _ in self._sharded.params]
-        self._post(exact, self._exchange_plan(exact, everything=True))
-        self._finish_exchange()
+    def fill(self, is_written: Sequence[bool]) -> None:
+        """Fill the rows of some parameters exactly. A collective.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the rows."""
-        return self._rows.dtype
+        is_written: by parameter, the same on all ranks.
+        """
+        self.finish_exchange()
+        if self._rows is None:
+            # Later steps write them outside of the inference mode of a first evaluation.
+            with torch.inference_mode(False):
+                self._rows = torch.zeros(
+                    self._shape, dtype=self.sharded.dtype, device=self._front.device
+                )
+        exact = [full_precision(self.sharded.dtype) for _ in self.sharded.params]
+        self._post(self._rows, exact, self._exchange_plan(exact, tuple(is_written)))
+        self.finish_exchange()
+
+    # ---- the exchange after a step ----
 
     @property
     def sends_lossless(self) -> bool:
         """True if the exchange of this step sends lossless differences."""
         front = self._front
         return (
-            bool(self.lossless_rows.columns)
-            and front.routes.sends_lossless(self.dtype)
+            any(param.trained for param in self.sharded.params)
+            and front.routes.sends_lossless(self.sharded.dtype)
             and not front.is_full_precision(front.step)
         )
 
+    def lossless_rows(self) -> LosslessRows:
+        """Return the trained parameters as the source of a lossless message."""
+        columns = trained_columns(self.sharded)
+        return LosslessRows(columns, self.rows(), self._node, self._new_row)
+
     def exchange(self) -> None:
         """Post the new weights between the nodes; parameters that no optimizer moves stay."""
-        bound_codecs, message = self._between.of_step(self._exchange_plan)
-        self._post(bound_codecs, message)
+        bound_codecs, message = self._between.of_step(self._trained_plan)
+        self._post(self.rows(), bound_codecs, message)
 
     def exchange_lossless(self, post: Post) -> None:
         """Post the message of ``lossless_rows``, which is encoded already."""
-        self._versions = self._sharded.versions()
         self._exchange = post()
 
-    def gather(self, output: Tensor) -> Pending[Any]:
-        """Gather all rows, (ranks * row,), from the ranks of this node.
-
-        Raises:
-            RuntimeError: weights were written outside of the optimizer since the last exchange.
-        """
-        self._require_unwritten()
-        self._finish_exchange()
-        intra = self._front.hierarchy.intra
-        if intra is None:  # one rank per node: all rows are here
-            output.view(self._rows.shape).copy_(self._rows)
-            return Pending(lambda: output)
-        bound_codecs, message = self._inside.of_step(self._node_plan)
-        return message.gather(intra, [self._rows.view(-1)], bound_codecs, lambda: [output])
-
-    def _post(self, bound_codecs: Sequence[BoundCodec], message: Message) -> None:
+    def _post(self, rows: Tensor, bound_codecs: Sequence[BoundCodec], message: Message) -> None:
         """Post this rank's weights between the nodes."""
         own = self._new_row()
-        self._versions = self._sharded.versions()
-        rows = self._rows.view(-1)
-        inter = _inter(self._front)
-        self._exchange = message.gather(inter, [rows, own], bound_codecs, lambda: [rows])
+        flat = rows.view(-1)
+        inter = between_nodes(self._front)
+        self._exchange = message.gather(inter, [flat, own], bound_codecs, lambda: [flat])
 
     def _new_row(self) -> Tensor:
         """Return this rank's weights, padded, (row,), in the dtype of the rows."""
         row = torch.empty(
-            self._sharded.row_numel, dtype=self._sharded.dtype, device=self._rows.device
+            self.sharded.row_numel, dtype=self.sharded.dtype, device=self._front.device
         )
-        torch._foreach_copy_(list(row.split(self._sharded.widths)), self._sharded.shards())
+        torch._foreach_copy_(list(row.split(self.sharded.widths)), self.sharded.shards())
         return row
 
+    def _trained_plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
+        """Plan the exchange after a step."""
+        trained = tuple([param.trained for param in self.sharded.params])
+        return self._exchange_plan(bound_codecs, trained)
+
     def _exchange_plan(
-        self, bound_codecs: Sequence[BoundCodec], *, everything: bool = False
+        self, bound_codecs: Sequence[BoundCodec], is_sent: tuple[bool, ...]
     ) -> Message:
-        """Plan an exchange; ``everything``: of parameters that no optimizer moves, too."""
         return _exchange_message(
             tuple([bound.codec for bound in bound_codecs]),
-            self._sharded.widths,
-            self._sharded.lengths,
+            self.sharded.widths,
+            self.sharded.lengths,
             tuple([bound.difference for bound in bound_codecs]),
-            tuple([everything or param.trained for param in self._sharded.params]),
+            is_sent,
             self._node,
             self._local,
             self._front.topology.node_size,
         )
 
+    # ---- gathers ----
+
+    def gather(self, output: Tensor) -> Pending[Any]:
+        """Gather all rows, (ranks * row,), from the ranks of this node."""
+        rows = self.rows()
+        intra = self._front.hierarchy.intra
+        if intra is None:  # one rank per node: all rows are here
+            output.view(rows.shape).copy_(rows)
+            return Pending(lambda: output)
+        bound_codecs, message = self._inside.of_step(self._node_plan)
+        return message.gather(intra, [rows.view(-1)], bound_codecs, lambda: [output])
+
     def _node_plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
         return _node_message(
             tuple([bound.codec for bound in bound_codecs]),
-            self._sharded.widths,
-            self._sharded.lengths,
+            self.sharded.widths,
+            self.sharded.lengths,
             self._local,
             self._front.topology.node_size,
         )
 
-    def _require_unwritten(self) -> None:
-        if self._versions != self._sharded.versions():
-            name = self._sharded.name or "the root"
-            raise RuntimeError(
-                f"quantized_comm: weights of {name} were written outside of the optimizer, such as "
-                "by a loaded checkpoint: call ds_quant.resync(model) on all ranks after it, so "
-                "that every node has them"
-            )
 
-
-def exchange(front: Front, node_shards: Sequence[NodeShard]) -> None:
-    """Post the new weights of all modules between the nodes: see [Note: one agreement].
-
-    A collective.
-    """
-    lossless: dict[torch.dtype, list[NodeShard]] = {}
-    for node_shard in node_shards:
-        node_shard._finish_exchange()  # a forward may have skipped the module
-        if node_shard.sends_lossless:
-            lossless.setdefault(node_shard.dtype, []).append(node_shard)
-        else:
-            node_shard.exchange()
-    inter = _inter(front)
-    for same_dtype in lossless.values():
-        rows = [node_shard.lossless_rows for node_shard in same_dtype]
-        gathers = posts(rows, inter, inter, device=front.device, traffic=front.traffic)
-        for node_shard, post in zip(same_dtype, gathers, strict=True):
-            node_shard.exchange_lossless(post)
-
-
-def _inter(front: Front) -> Communicator:
+def between_nodes(front: Front) -> Communicator:
     """Return the ranks of equal place in all nodes; with one rank per node, all ranks."""
     return front.hierarchy.inter or front.hierarchy.flat
 

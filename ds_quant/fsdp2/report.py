@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.kernels import dispatch
-from ds_quant.policy.cost import stock_bytes
+from ds_quant.policy.cost import CommVolume
 from ds_quant.runtime import start_line as shared
 from ds_quant.runtime.figures import saved_bytes
 
@@ -20,20 +20,16 @@ def start_line(front: Front) -> str:
 
     volume = front.comm_volume()
     topology = front.topology
-    dtype = front.gradient_dtype
-    plain = stock_bytes(STAGE, dtype, gathers=volume.gathers, trained=volume.trained)
     layout = "FSDP2"
     nodes = "x"
     if front.replicas > 1:
-        plain = 2 * dtype.itemsize * volume.trained  # an all-reduce
         layout = "FSDP2 with replicas"
         nodes = "replicas of"
     inside = volume.intra_bytes(STAGE)
     between = " between nodes" if inside else ""
     parts = [
         f"{front.scheme.name} on {layout}, volume {volume.step_bytes(STAGE):.2f} "
-        f"B/param/step{between} ({CAST_NAMES.get(dtype, 'fp32')} {plain:.2f}), "
-        f"{shared.unquantized(volume)}",
+        f"B/param/step{between} ({_alone(front, volume)}), {shared.unquantized(volume)}",
         f"{topology.nodes} {nodes} {topology.node_size} ranks",
         dispatch.describe(front.device, front.scheme.block.backend),
     ]
@@ -44,9 +40,8 @@ def start_line(front: Front) -> str:
     parts.append(f"{received:.2f} B/param/step received per {where}")
     if inside:
         parts.append(f"volume inside a node {inside:.2f} B/param")
-    if front.node_shards:
-        nbytes = sum(node_shard.nbytes for node_shard in front.node_shards)
-        parts.append(shared.kept(nbytes, volume.numel))
+    if front.copies is not None:
+        parts.append(shared.kept(front.copies.nbytes, volume.numel))
     if front.replicas > 1:
         is_exact = front.routes.weights().is_full_precision
         parts.append("weights stay in the node" + (", exact" if is_exact else ""))
@@ -61,6 +56,27 @@ def start_line(front: Front) -> str:
         parts.append(f"from step {front.scheme.block.warmup_steps} on")
     parts += shared.advised(volume, front.comm_volume, micro_steps=1)
     return "; ".join([*parts, *front.notices])
+
+
+def _alone(front: Front, volume: CommVolume) -> str:
+    """Describe the volume of FSDP2 without the block, as "bf16 6.00" or "bf16 + fp32 8.00".
+
+    Weights are gathered in one dtype, gradients reduced in another. With replicas an all-reduce of
+    gradients is all that crosses between the nodes.
+    """
+    nbytes = 0.0
+    names: dict[str, None] = {}
+    for sharded in front.sharded_modules:
+        for param, dtype in zip(sharded.params, sharded.dtypes, strict=True):
+            numel = param.shape.numel()
+            if front.replicas == 1:
+                nbytes += volume.gathers * numel * dtype.itemsize
+                names[CAST_NAMES.get(dtype, str(dtype).removeprefix("torch."))] = None
+            if param.trained:
+                passes = 1 if front.replicas == 1 else 2
+                nbytes += passes * numel * sharded.gradient_dtype.itemsize
+                names[CAST_NAMES.get(sharded.gradient_dtype, "fp64")] = None
+    return f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}"
 
 
 def figures(front: Front) -> dict[str, Any]:
@@ -89,8 +105,10 @@ def figures(front: Front) -> dict[str, Any]:
         "expected_most_bytes_per_param": volume.step_bytes(STAGE, most=True),
         "lossless_bits": front.traffic.lossless.bits,
         "lossless_padding": front.traffic.lossless.padding,
-        "kept_bytes": sum(node_shard.nbytes for node_shard in front.node_shards),
+        "kept_bytes": 0 if front.copies is None else front.copies.nbytes,
         "expected_kept_bytes": volume.memory * volume.numel,
+        "held_bytes": front.sums.most_nbytes,
+        "expected_held_bytes": volume.partial_sums * volume.numel,
         "expected_peak_bytes": front.peak_bytes(volume),
         "buffer_bytes": front.buffers.nbytes,
         "line": front.line,

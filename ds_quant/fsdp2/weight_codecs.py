@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm.message import Message
 from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.runtime.param import Param
 
 if TYPE_CHECKING:
     from ds_quant.fsdp2.front import Front
@@ -23,9 +24,11 @@ class WeightCodecs:
         self._front = front
         self._sharded = sharded
         self._hop = hop
-        self._step = -1
+        self._version = (-1, -1)
         self._bound_codecs: list[BoundCodec] = []
-        self._messages: dict[bool, Message] = {}  # by whether the step is in full precision
+        self._message: Message | None = None
+        # By parameter: trained; and True if the step is in full precision.
+        self._messages: dict[tuple[tuple[bool, ...], bool], Message] = {}
 
     def of_step(
         self, plan: Callable[[Sequence[BoundCodec]], Message]
@@ -34,23 +37,32 @@ class WeightCodecs:
 
         plan: makes the message of the codecs, once.
         """
-        front, dtype = self._front, self._sharded.dtype
-        full = front.is_full_precision(front.step)
-        if self._step != front.step:
-            self._step = front.step
-            if full:
-                self._bound_codecs = [full_precision(dtype) for _ in self._sharded.params]
-            else:
-                self._bound_codecs = self._quantized()
-        if full not in self._messages:
-            self._messages[full] = plan(self._bound_codecs)
-        return self._bound_codecs, self._messages[full]
+        if self._message is None or self._version != self._front.weights_version:
+            self._version = self._front.weights_version
+            self._message = self._bind(plan)
+        return self._bound_codecs, self._message
 
-    def _quantized(self) -> list[BoundCodec]:
+    def _bind(self, plan: Callable[[Sequence[BoundCodec]], Message]) -> Message:
+        """Bind the codecs to the current step, and return their message."""
+        params = self._sharded.params
+        full = self._front.is_full_precision(self._front.step)
+        if full:
+            exact = full_precision(self._sharded.dtype)
+            self._bound_codecs = [exact for _ in params]
+        else:
+            self._bound_codecs = [self._bound(param) for param in params]
+        key = tuple([param.trained for param in params]), full
+        if key not in self._messages:
+            self._messages[key] = plan(self._bound_codecs)
+        return self._messages[key]
+
+    def _bound(self, param: Param) -> BoundCodec:
+        """Bind the codec of a parameter to this step.
+
+        Frozen weights of a node shard do not cross between the nodes.
+        """
         front, dtype = self._front, self._sharded.dtype
-        return [
-            param.bound_codec(
-                param.weight_codecs(dtype, rank=front.shards.rank)[self._hop], dtype, front.step
-            )
-            for param in self._sharded.params
-        ]
+        hop_codecs = param.weight_codecs(dtype, rank=front.shards.rank)
+        if self._hop == 0 and front.routes.keeps_shard and not param.trained:
+            return full_precision(dtype)
+        return param.bound_codec(hop_codecs[self._hop], dtype, front.step)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import Codec
@@ -17,6 +16,7 @@ from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.transport import Pending
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.torch_names import AllGather
 from ds_quant.fsdp2.weight_codecs import WeightCodecs
 
 if TYPE_CHECKING:
@@ -43,16 +43,25 @@ class QuantizedAllGather(AllGather):
     """
 
     def __init__(self, front: Front, sharded: ShardedModule, node_shard: NodeShard | None) -> None:
-        self._front = front
+        self.front = front
         self._sharded = sharded
         self._node_shard = node_shard
+        self._own = sharded.group._all_gather_comm  # FSDP2's
         self._weight_codecs = WeightCodecs(front, sharded, hop=0)
+
+    def connect(self) -> None:
+        """Replace FSDP2's all-gather."""
+        self._sharded.group._all_gather_comm = self
+
+    def disconnect(self) -> None:
+        """Give FSDP2 its all-gather back."""
+        self._sharded.group._all_gather_comm = self._own
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return uninitialized memory."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return self._own.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -62,11 +71,15 @@ class QuantizedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather rows, (row,), to ``output_tensor``, (ranks * row,), decoded."""
+        front = self.front
+        front.refuse_capture()
+        front.before_gather(self._sharded)
+        if self._sharded.fsdp_gathers:
+            front.shards.flat.count_ring(output_tensor.nbytes, role="weights")
+            return self._own(output_tensor, input_tensor, group, async_op)
         if input_tensor.numel() != self._sharded.row_numel:
             # reshard_after_forward=int gathers weights that are decoded already, inside a node.
-            return dist.all_gather_into_tensor(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
+            return self._own(output_tensor, input_tensor, group, async_op)
         if self._node_shard is not None:
             pending = self._node_shard.gather(output_tensor)
         else:
@@ -77,12 +90,12 @@ class QuantizedAllGather(AllGather):
         return None
 
     def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Pending[Any]:
-        shards = self._front.shards
+        shards = self.front.shards
         bound_codecs, message = self._weight_codecs.of_step(self._plan)
         return message.gather(shards, [input_tensor], bound_codecs, lambda: [output_tensor])
 
     def _plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
-        shards = self._front.shards
+        shards = self.front.shards
         return _row_message(
             tuple([bound.codec for bound in bound_codecs]),
             self._sharded.widths,

@@ -42,6 +42,8 @@ class ParamSpec(NamedTuple):
         all-reduces: a matrix that Muon updates and that lies on several ranks.
     boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step, with
         padding.
+    stock_weights, stock_gradients: True if FSDP2 gathers its weights or reduces its gradients
+        itself.
     """
 
     name: str
@@ -51,6 +53,8 @@ class ParamSpec(NamedTuple):
     packed: bool = False
     needs_full_gradient: bool = False
     boundary: float = 0.0
+    stock_weights: bool = False
+    stock_gradients: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +291,10 @@ def _add_param(
     if not spec.trainable:
         return
     totals.trained_numel += numel
+    if spec.stock_gradients:
+        totals.summed += numel * spec.dtype.itemsize
+        totals.full_precision += numel * spec.dtype.itemsize
+        return
     _add_gradients(totals, routes, spec, numel, gradient_dtype)
     if not spec.needs_full_gradient:
         totals.reduced_numel += numel
@@ -314,7 +322,8 @@ def _is_quantized(routes: Routes, spec: ParamSpec, dtype: torch.dtype) -> bool:
 
 def _add_weights(totals: _Totals, routes: Routes, spec: ParamSpec, numel: int) -> None:
     dtype = spec.dtype
-    if dtype not in FLOATS:  # such as int8 weights of a frozen base: DeepSpeed gathers them
+    # Such as int8 weights of a frozen base, which DeepSpeed gathers.
+    if dtype not in FLOATS or spec.stock_weights:
         nbytes = numel * dtype.itemsize
         totals.weights += nbytes
         totals.weights_most += nbytes

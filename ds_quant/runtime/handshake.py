@@ -206,10 +206,13 @@ def handshake(
     rank: int,
     world: int,
     fault: str = "",
+    ranks: Sequence[int] | None = None,
 ) -> int:
     """Check through the store that all ranks fit together, and return the ranks per node.
 
     Args:
+        rank, world: index of this rank among those that start together, and their number.
+        ranks: their global ranks; None if they are all ranks of the job.
         must: facts that must be equal on all ranks besides versions and the block, by name.
         kernels: description of this rank's kernels; ranks whose kernels differ are warned of.
         fault: on rank 0, an error that only rank 0 can find; it ends all ranks.
@@ -221,13 +224,16 @@ def handshake(
     """
     from ds_quant import __version__
 
-    store = store_of_call("handshake", rank)
+    name = "handshake"
+    if ranks is not None:
+        name += f" of ranks {'_'.join(map(str, ranks))}"
+    store = store_of_call(name, rank)
     card: Card = {
         "versions": {"ds_quant": __version__, "wire": WIRE_VERSION, **must},
         "block": config.resolved(),
         "kernels": kernels,
         "host": host_name(),
-        "launched": launched_size(world),
+        "launched": launched_size(world) if ranks is None else None,
     }
     store.set(str(rank), json.dumps(card))
     if rank == 0:
@@ -237,7 +243,7 @@ def handshake(
     if "error" in verdict:
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
-        log.log_rank0(f"quantized_comm: {warning}")
+        log.log_rank0(f"quantized_comm: {warning}", first=0 if ranks is None else ranks[0])
     return verdict["node_size"]
 
 

@@ -36,19 +36,22 @@ def log_here(message: str) -> None:
     _logger().warning(message)
 
 
-def log_rank0(message: str) -> None:
-    """Warn on rank 0, and on every rank before ``init_distributed``."""
-    if _is_first():
+def log_rank0(message: str, *, first: int = 0) -> None:
+    """Warn on rank 0, and on every rank before ``init_distributed``.
+
+    first: the rank to take, of a model that only part of the ranks share.
+    """
+    if _is_rank(first):
         _logger().warning(message)
 
 
-def info_rank0(message: str) -> None:
+def info_rank0(message: str, *, first: int = 0) -> None:
     """Log at level INFO on the ranks of ``log_rank0``; shown by default."""
-    if _is_first():
+    if _is_rank(first):
         _logger().info(message)
 
 
-def _is_first() -> bool:
+def _is_rank(first: int) -> bool:
     from torch import distributed as dist
 
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == first

@@ -127,8 +127,9 @@ class Param:
 
     index: position in ``named_parameters()``.
     shape: full shape, also under ZeRO-3.
-    trained: its ``requires_grad`` when the engine was built. Momentum and weight decay still move
-        the parameter after ``requires_grad`` is turned off.
+    trained: its ``requires_grad`` when the engine was built; momentum and weight decay still move
+        the parameter after ``requires_grad`` is turned off. Under FSDP2: in the last optimizer
+        steps.
     tensor: the parameter itself. The reference keeps its id from being used again.
     packed: its values may be bit patterns, see ``scheme.is_packed``.
     needs_full_gradient, boundary: for Muon, see ``cost.ParamSpec``.
@@ -157,6 +158,12 @@ class Param:
     _gradients: dict[tuple[torch.dtype, int, int], GradientCodecs] = field(
         default_factory=dict, repr=False
     )
+
+    def set_trained(self, trained: bool) -> None:
+        """Set ``trained`` after the parameter was frozen or thawed."""
+        if trained != self.trained:
+            self.trained = trained
+            self._weights.clear()  # frozen weights have another route
 
     def is_quantized(self, dtype: torch.dtype) -> bool:
         """Return True if the scheme quantizes its weights or gradients of this dtype."""

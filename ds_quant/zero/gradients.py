@@ -30,8 +30,8 @@ from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
+from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero.partial_gradients import Member, PartialBucket
-from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
 
 # ---- layout of a bucket ----

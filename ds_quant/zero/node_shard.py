@@ -42,12 +42,12 @@ from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.runtime.param import ABSENT, CURRENT, STALE, HopCodec, Param
+from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.accelerator import StepBarrier
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
 from ds_quant.zero.deepspeed_types import ZeroParameter
 from ds_quant.zero.lossless import NodeRows
-from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
 
 # Index of a hop among the codecs of a parameter's weights.

@@ -33,12 +33,12 @@ from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.runtime import log
 from ds_quant.runtime.param import HopCodec, Param
+from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero import optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
 from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.lossless import Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
 
 # Parameters of a window of the partitions with their codecs, and the gather of the window. Its

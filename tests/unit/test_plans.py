@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ds_quant.comm.transport import Communicator
+from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero import shard_gradients
 from ds_quant.zero.gradients import BucketLayout, GradientReducer
 from ds_quant.zero.owner_gradients import OwnerReduction
-from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.shard_gradients import ShardReduction
 from tests.world import World

@@ -1,0 +1,130 @@
+"""The nodes' copies of the weights of all modules, kept equal to the weights themselves.
+
+[Note: when weights are compared] After an optimizer step the nodes receive the changes. Other code
+may write weights at any time: it loads a checkpoint, clamps, swaps an average in for an evaluation,
+or perturbs weights between two forwards. So weights are compared with what was sent, by content,
+before the first gather of each forward; a forward begins where a module is gathered again. All
+ranks vote, and the parameters that any of them has written are filled exactly. Before an optimizer
+step, writes since the last forward are noted. A backward compares nothing: it uses the weights of
+its forward.
+
+[Note: one agreement] Lossless messages have lengths that all nodes must know before the first one
+is posted. They are exchanged once per step for all modules: see [Note: lengths] of
+comm/lossless_gather.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_quant.comm.lossless_gather import posts
+from ds_quant.config.errors import KEY
+from ds_quant.fsdp2.node_shard import NodeShard, between_nodes
+from ds_quant.runtime.param import Param
+from ds_quant.runtime.written_weights import WrittenWeights
+
+if TYPE_CHECKING:
+    from ds_quant.fsdp2.front import Front
+
+
+class NodeCopies:
+    """The node shards of a model: see [Note: when weights are compared]."""
+
+    def __init__(self, front: Front, node_shards: Sequence[NodeShard]) -> None:
+        self._front = front
+        self.node_shards = node_shards
+        dtypes = [dtype for each in node_shards for dtype in each.sharded.dtypes]
+        self._written = WrittenWeights(dtypes, front.device)
+        self._is_marked = False
+        self._has_logged = False
+        self.mark_all()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies on this rank."""
+        return sum(node_shard.nbytes for node_shard in self.node_shards)
+
+    def rows(self) -> list[Tensor]:
+        """Return the rows of this rank, with the weights of the last step; none before they are
+        filled.
+        """
+        return [node_shard.rows() for node_shard in self.node_shards if node_shard.is_filled]
+
+    # ---- weights that were written ----
+
+    def mark_all(self) -> None:
+        """Let the next forward fill all copies exactly, if any rank calls this."""
+        self._is_marked = True
+        for shard in range(sum(len(each.sharded.params) for each in self.node_shards)):
+            self._written.mark(shard)
+
+    def note_writes(self) -> None:
+        """Note the writes since the last forward, before an optimizer step."""
+        self._written.note(self._shards())
+
+    def fill_written(self) -> None:
+        """Fill the copies of weights that any rank has written. A collective."""
+        written = set(self._written.written(self._shards(), self._front.hierarchy.flat))
+        if not written:
+            return
+        params: list[Param] = []
+        nbytes = 0
+        first = 0
+        for node_shard in self.node_shards:
+            own = node_shard.sharded.params
+            is_written = [first + index in written for index in range(len(own))]
+            first += len(own)
+            if not any(is_written):
+                continue
+            node_shard.fill(is_written)
+            filled = list(compress(own, is_written))
+            numel = sum(param.shape.numel() for param in filled)
+            nbytes += numel * node_shard.sharded.dtype.itemsize
+            params += filled
+        if not (self._is_marked or self._has_logged):
+            self._has_logged = True
+            self._front.log(
+                f"{KEY}: weights of {len(params)} parameter(s), such as {params[0].name}, were "
+                f"written outside of an optimizer step: all nodes have received them exactly, "
+                f"{nbytes / 1e6:.3g} MB between nodes. Each such write costs as much (logged once)"
+            )
+        self._is_marked = False
+
+    # ---- optimizer steps ----
+
+    def exchange(self) -> None:
+        """Post the new weights of all modules between the nodes: see [Note: one agreement].
+
+        A collective.
+        """
+        front = self._front
+        lossless: dict[torch.dtype, list[NodeShard]] = {}
+        for node_shard in self.node_shards:
+            node_shard.finish_exchange()  # a forward may have skipped the module
+            if not node_shard.is_filled:
+                continue  # no forward yet: the first one fills it
+            if node_shard.sends_lossless:
+                lossless.setdefault(node_shard.sharded.dtype, []).append(node_shard)
+            else:
+                node_shard.exchange()
+        inter = between_nodes(front)
+        for same_dtype in lossless.values():
+            rows = [node_shard.lossless_rows() for node_shard in same_dtype]
+            gathers = posts(rows, inter, inter, device=front.device, traffic=front.traffic)
+            for node_shard, post in zip(same_dtype, gathers, strict=True):
+                node_shard.exchange_lossless(post)
+        self._written.take(self._shards())
+
+    def finish(self) -> None:
+        """Wait for all running exchanges."""
+        for node_shard in self.node_shards:
+            node_shard.finish_exchange()
+
+    def _shards(self) -> list[Tensor]:
+        """Return this rank's shards of all parameters, padded and flat."""
+        return [shard for each in self.node_shards for shard in each.sharded.shards()]

@@ -1,0 +1,213 @@
+"""Follow the optimizers that hold parameters of a model.
+
+[Note: any optimizer] A model may be moved by several optimizers, by one for every parameter during
+backward, or by one that was made after ``attach``. So every optimizer of the process reports its
+steps to all attached models, and a model takes those of optimizers that hold its parameters.
+
+[Note: one optimizer step] Optimizers that step one after the other, without a reduction of
+gradients between them, make up one optimizer step. It ends when all optimizers that have ever
+stepped have done so, and then the new weights are sent; or with the next forward, if some have not
+stepped this time. torch's ``set_state_dict`` steps a new optimizer with a learning rate of 0 to
+make its state: such a step, without gradients before it, is none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ds_quant.config.errors import KEY
+from ds_quant.fsdp2 import torch_names
+
+if TYPE_CHECKING:
+    from ds_quant.fsdp2.front import Front
+
+# Attached models, in the order of ``attach``, which is the same on all ranks.
+_following: list[weakref.ref[OptimizerSteps]] = []
+
+
+def optimizers_of(given: object) -> list[Optimizer]:
+    """Return the optimizers of an argument of ``attach``: one, several, or wrappers of some.
+
+    Raises:
+        TypeError: something else.
+    """
+    # A wrapper such as Accelerate's runs no hooks of its own; the optimizer inside does.
+    unwrapped = getattr(given, "optimizer", given)
+    if isinstance(unwrapped, Optimizer):
+        return [unwrapped]
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Tensor)):
+        return [optimizer for each in given for optimizer in optimizers_of(each)]
+    raise TypeError(
+        f"{KEY}: optimizer={given!r}: allowed: the optimizer of the model's parameters, a list of "
+        "several, or [] for a model that is only evaluated"
+    )
+
+
+class OptimizerSteps:
+    """The optimizer steps of one model: see [Note: one optimizer step].
+
+    front: gets ``before_step``, ``after_step`` and ``discard_gradients``.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._ids: set[int] = set()  # of the model's parameters, when last looked up
+        self._known: WeakSet[Optimizer] = WeakSet()
+        self._stepped: WeakSet[Optimizer] = WeakSet()  # in this optimizer step
+        self._has_reduced = False  # gradients, since the last step of any optimizer
+        self._is_new = False  # an optimizer step has begun that is not counted
+        self._is_pending = False  # weights have moved and are not sent
+        self._is_stopped = False
+
+    def follow(self, given: Iterable[Optimizer]) -> None:
+        """Begin to follow all optimizers. given: those that are known already."""
+        for optimizer in given:
+            self._know(optimizer)
+        _follow(self)
+
+    def after_reduction(self) -> None:
+        """Note that gradients were reduced."""
+        self._has_reduced = True
+
+    def before_forward(self) -> None:
+        """End an optimizer step that not all optimizers have taken part in."""
+        if self._is_pending:
+            self._end()
+
+    @property
+    def begun(self) -> int:
+        """Return 1 if an optimizer step has begun that is not counted yet, else 0."""
+        return int(self._is_new)
+
+    def stop(self) -> None:
+        """Follow no optimizer any more."""
+        self._is_stopped = True
+        _following[:] = [each for each in _following if each() not in (self, None)]
+
+    # ---- hooks of torch ----
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Run before ``optimizer`` steps."""
+        if self._holds_parameters(optimizer) and not self._makes_state(optimizer):
+            self._front.before_step()
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Run after ``optimizer`` has stepped."""
+        if not self._holds_parameters(optimizer) or self._makes_state(optimizer):
+            return
+        self._know(optimizer)
+        if self._has_reduced or optimizer in self._stepped or not self._stepped:
+            self._stepped = WeakSet()
+            self._is_new = True
+        self._has_reduced = False
+        self._stepped.add(optimizer)
+        self._is_pending = True
+        if not torch_names.in_backward() and set(self._known) <= set(self._stepped):
+            self._end()
+
+    def _end(self) -> None:
+        is_new = self._is_new
+        self._is_new = False
+        self._is_pending = False
+        self._front.after_step(is_new=is_new)
+
+    # ---- optimizers ----
+
+    def holds_any(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer holds a parameter of the model, as it is now."""
+        self._ids = set(self._front.parameter_ids())
+        return any(id(parameter) in self._ids for parameter in parameters_of(optimizer))
+
+    def _holds_parameters(self, optimizer: Optimizer) -> bool:
+        first = next(parameters_of(optimizer), None)
+        if first is not None and id(first) in self._ids:
+            return True
+        return self.holds_any(optimizer)
+
+    def _makes_state(self, optimizer: Optimizer) -> bool:
+        """Return True if this step only makes the optimizer's state."""
+        if self._has_reduced:
+            return False
+        return all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+
+    def _know(self, optimizer: Optimizer) -> None:
+        """Remember an optimizer, and learn when it drops the gradients."""
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        optimizer.zero_grad = partial(  # type: ignore[method-assign]
+            _zero_grad,
+            optimizer.zero_grad,
+            weakref.ref(optimizer),
+            weakref.WeakMethod(self._zero_grad),
+        )
+
+    def _zero_grad(self, optimizer: Optimizer) -> None:
+        if not self._is_stopped:
+            self._front.discard_gradients({id(p) for p in parameters_of(optimizer)})
+
+
+def _zero_grad(
+    original: Callable[..., None],
+    optimizer: weakref.ref[Optimizer],
+    drop: weakref.WeakMethod[Callable[[Optimizer], None]],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Zero the gradients of an optimizer, and drop what a model keeps of them."""
+    target = optimizer()
+    drop_of_model = drop()
+    if target is not None and drop_of_model is not None:
+        drop_of_model(target)
+    original(*args, **kwargs)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+# ---- all models of the process ----
+
+
+def _follow(steps: OptimizerSteps) -> None:
+    if not _following:
+        _register()
+    _following[:] = [each for each in _following if each() is not None]
+    _following.append(weakref.ref(steps))
+
+
+_registered: list[Any] = []
+
+
+def _register() -> None:
+    """Register the hooks of all optimizers, once per process."""
+    if not _registered:
+        _registered.append(register_optimizer_step_pre_hook(_before))
+        _registered.append(register_optimizer_step_post_hook(_after))
+
+
+def _before(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_following):
+        steps = each()
+        if steps is not None:
+            steps.before(optimizer)
+
+
+def _after(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_following):
+        steps = each()
+        if steps is not None:
+            steps.after(optimizer)

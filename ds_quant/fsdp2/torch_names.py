@@ -1,0 +1,146 @@
+"""The names of torch's FSDP2 that torch does not document, with their types.
+
+No other module reads an attribute of torch.distributed.fsdp that begins with an underscore. Tried
+with the releases of torch that README names; docs/new_torch.md says how to try another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
+
+__all__ = [
+    "AllGather",
+    "FsdpParam",
+    "ParamGroup",
+    "ReduceScatter",
+    "has_own_all_gather",
+    "in_backward",
+    "is_last_backward",
+    "param_groups",
+    "replicas_of",
+    "without_replicas",
+]
+
+
+class Placement(Protocol):
+    """Placement of a shard. dim: the dimension that is cut."""
+
+    dim: int
+
+
+class FsdpParam(Protocol):
+    """FSDP2's record of one parameter.
+
+    sharded_param: the parameter that the optimizer holds, a DTensor. _sharded_param_data: its local
+        shard, padded and flat, in its own dtype.
+    padded_sharded_param_size: shape of a padded shard. _orig_size: shape without sharding, of this
+        rank's part under tensor parallelism.
+    unsharded_accumulated_grad: gradient that waits for its reduction, of ``_orig_size``.
+    """
+
+    sharded_param: Any
+    _sharded_param_data: Tensor
+    padded_sharded_param_size: torch.Size
+    _orig_size: torch.Size
+    _unsharded_param: nn.Parameter  # exists after the first gather
+    unsharded_accumulated_grad: Tensor | None
+    fsdp_placement: Placement
+    is_dtensor: bool
+    offload_to_cpu: bool
+
+    def reset_sharded_param(self) -> None:
+        """Read the parameter of the module anew, after it was replaced."""
+
+
+class ParamGroup(Protocol):
+    """FSDP2's record of the parameters that are gathered and reduced together."""
+
+    fsdp_params: Sequence[FsdpParam]
+    mesh_info: DataParallelMeshInfo
+    post_forward_mesh_info: DataParallelMeshInfo | None
+    mp_policy: MixedPrecisionPolicy
+    device: torch.device
+    reduce_grads: bool
+    all_reduce_grads: bool
+    gradient_divide_factor: float | None
+    _all_gather_comm: AllGather
+    _reduce_scatter_comm: ReduceScatter
+    post_backward: Callable[..., None]
+
+
+def param_groups(module: FSDPModule) -> Sequence[ParamGroup]:
+    """Return the parameter groups of a module; none if its children hold all its parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.13: at most one group
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    found: Sequence[ParamGroup] = groups
+    return found
+
+
+def is_last_backward(module: FSDPModule) -> bool:
+    """Return the last argument of ``set_is_last_backward`` of the module's root."""
+    is_last: bool = module._get_fsdp_state()._state_ctx.is_last_backward
+    return is_last
+
+
+def in_backward() -> bool:
+    """Return True while autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def has_own_all_gather(member: FsdpParam) -> bool:
+    """Return True if the parameter says itself what is gathered of it, as torchao's float8 does."""
+    return hasattr(member.sharded_param._local_tensor, "fsdp_pre_all_gather")
+
+
+def reduces_unused(group: ParamGroup) -> bool:
+    """Return the argument of ``set_reduce_scatter_unused_params``; torch before 2.13 lacks it."""
+    return getattr(group, "reduce_scatter_unused_params", False)
+
+
+# ---- meshes ----
+
+
+def shard_group(mesh_info: DataParallelMeshInfo) -> ProcessGroup | None:
+    """Return the process group over which parameters are sharded, None if they are not."""
+    if not isinstance(mesh_info, FSDPMeshInfo):
+        return None
+    group: ProcessGroup = mesh_info.shard_process_group
+    return group
+
+
+def replicas_of(mesh_info: DataParallelMeshInfo) -> tuple[ProcessGroup, list[list[int]]] | None:
+    """Return the process group over the replicas of a mesh of replicas and shards (HSDP), and the
+    global ranks of every replica; None for another mesh.
+    """
+    if not isinstance(mesh_info, HSDPMeshInfo):
+        return None
+    mesh: DeviceMesh = mesh_info.mesh
+    assert mesh_info.replicate_mesh_dim is not None
+    rows = mesh.mesh.movedim(mesh_info.replicate_mesh_dim, 0).flatten(1)
+    return mesh_info.replicate_process_group, rows.tolist()
+
+
+def without_replicas(mesh_info: DataParallelMeshInfo) -> DataParallelMeshInfo:
+    """Return the record of a mesh of replicas and shards with the shards alone."""
+    values = {
+        field.name: getattr(mesh_info, field.name)
+        for field in fields(FSDPMeshInfo)
+        if field.init and field.name != "replicate_mesh_dim"
+    }
+    return FSDPMeshInfo(**values)

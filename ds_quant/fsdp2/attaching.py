@@ -93,7 +93,7 @@ def attach(
     scheme = config.to_scheme()
     topology = _shake_hands(model, config, mesh)
     front = Front(model, scheme, topology, mesh)
-    front.connect(optimizers)
+    front.connect(model, optimizers)
     try:
         _begin(front, has_optimizer=bool(optimizers))
     except BaseException:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ds_quant.comm.buffers import Buffers
@@ -26,6 +27,7 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator, carries
 from ds_quant.config.errors import KEY
 from ds_quant.fsdp2 import torch_names
+from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_module
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.node_copies import NodeCopies
 from ds_quant.fsdp2.node_shard import NodeShard
@@ -94,10 +96,12 @@ class Front:
         self.notices: list[str] = []
         self.line = ""
         self.telemetry: Telemetry | None = None
+        self._forward_begins = True  # nothing has been gathered in this forward
         self._gathered: set[ShardedModule] = set()  # in this forward
         self._forwards = 0  # with gradients, since the last optimizer step
         self._has_unchecked_messages = False
         self._is_detached = False
+        self._undo: list[Undo] = []  # of what ``connect`` has wrapped, for ``detach``
 
         # - Parameters and collectives
         self.sharded_modules = sharded_modules(model, self.routes, mesh)
@@ -109,7 +113,7 @@ class Front:
         # By module and parameter: trained in the last optimizer step.
         self._was_trained = [sharded.is_trained() for sharded in self.sharded_modules]
 
-    def connect(self, optimizers: Iterable[Optimizer]) -> None:
+    def connect(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Replace the collectives of every sharded module, and follow the optimizers."""
         node_shards: dict[ShardedModule, NodeShard] = {}
         if self.routes.keeps_shard:
@@ -123,6 +127,13 @@ class Front:
             reduction = QuantizedReduceScatter(self, sharded)
             reduction.connect()
             self.reductions.append(reduction)
+            undo = torch_names.before_forwards(sharded.module, self._begin_forward)
+            self._undo.append(undo)
+        modules: list[nn.Module] = [
+            each for each in model.modules() if isinstance(each, FSDPModule)
+        ]
+        for module in dict.fromkeys([model, *modules]):
+            self._undo += drop_with_module(module, self)
         self.optimizers.follow(optimizers)
 
     def detach(self) -> None:
@@ -145,6 +156,8 @@ class Front:
             gather.disconnect()
         for reduction in self.reductions:
             reduction.disconnect()
+        for undo in self._undo:
+            undo()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # streams may still read the copies
         self.copies = None
@@ -194,6 +207,9 @@ class Front:
 
     # ---- events of a forward ----
 
+    def _begin_forward(self) -> None:
+        self._forward_begins = True
+
     def refuse_capture(self) -> None:
         """Refuse to run while a CUDA graph is captured.
 
@@ -212,18 +228,21 @@ class Front:
     def before_gather(self, sharded: ShardedModule) -> None:
         """Run before a module is gathered.
 
-        A forward begins with the first module that is gathered again: then finish the optimizer
-        step, and compare the weights with the nodes' copies. A collective, if nodes keep copies.
+        With the first gather of a forward, finish the optimizer step and compare the weights with
+        the nodes' copies. A collective, if nodes keep copies. A module that is gathered again, or
+        outside of any forward, counts as a forward of its own.
         """
         if torch_names.in_backward():
             return
-        if self._gathered and sharded not in self._gathered:
+        begins = self._forward_begins or sharded in self._gathered
+        if not begins and torch_names.in_forward(sharded.module):
             self._gathered.add(sharded)
             return
-        self._gathered = {sharded}
         self.optimizers.before_forward()
         if self.copies is not None:
             self.copies.fill_written()
+        self._forward_begins = False
+        self._gathered = {sharded}
         if torch.is_grad_enabled():
             self._forwards += 1
             if self._forwards == _MANY_FORWARDS:
@@ -257,7 +276,6 @@ class Front:
         is_new: False if an optimizer step goes on that was counted already.
         """
         self._check_messages()
-        self._gathered = set()
         if is_new:
             self.step += 1
             self._forwards = 0

@@ -14,8 +14,7 @@ make its state: such a step, without gradients before it, is none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -28,6 +27,7 @@ from torch.optim.optimizer import (
 
 from ds_quant.config.errors import KEY
 from ds_quant.fsdp2 import torch_names
+from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_optimizer
 
 if TYPE_CHECKING:
     from ds_quant.fsdp2.front import Front
@@ -68,7 +68,7 @@ class OptimizerSteps:
         self._has_reduced = False  # gradients, since the last step of any optimizer
         self._is_new = False  # an optimizer step has begun that is not counted
         self._is_pending = False  # weights have moved and are not sent
-        self._is_stopped = False
+        self._undo: list[Undo] = []
 
     def follow(self, given: Iterable[Optimizer]) -> None:
         """Begin to follow all optimizers. given: those that are known already."""
@@ -92,7 +92,8 @@ class OptimizerSteps:
 
     def stop(self) -> None:
         """Follow no optimizer any more."""
-        self._is_stopped = True
+        for undo in self._undo:
+            undo()
         _following[:] = [each for each in _following if each() not in (self, None)]
 
     # ---- hooks of torch ----
@@ -146,31 +147,7 @@ class OptimizerSteps:
         if optimizer in self._known:
             return
         self._known.add(optimizer)
-        optimizer.zero_grad = partial(  # type: ignore[method-assign]
-            _zero_grad,
-            optimizer.zero_grad,
-            weakref.ref(optimizer),
-            weakref.WeakMethod(self._zero_grad),
-        )
-
-    def _zero_grad(self, optimizer: Optimizer) -> None:
-        if not self._is_stopped:
-            self._front.discard_gradients({id(p) for p in parameters_of(optimizer)})
-
-
-def _zero_grad(
-    original: Callable[..., None],
-    optimizer: weakref.ref[Optimizer],
-    drop: weakref.WeakMethod[Callable[[Optimizer], None]],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Zero the gradients of an optimizer, and drop what a model keeps of them."""
-    target = optimizer()
-    drop_of_model = drop()
-    if target is not None and drop_of_model is not None:
-        drop_of_model(target)
-    original(*args, **kwargs)
+        self._undo.append(drop_with_optimizer(optimizer, parameters_of, self._front))
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -27,8 +27,10 @@ __all__ = [
     "FsdpParam",
     "ParamGroup",
     "ReduceScatter",
+    "before_forwards",
     "has_own_all_gather",
     "in_backward",
+    "in_forward",
     "is_last_backward",
     "param_groups",
     "replicas_of",
@@ -96,6 +98,33 @@ def is_last_backward(module: FSDPModule) -> bool:
     """Return the last argument of ``set_is_last_backward`` of the module's root."""
     is_last: bool = module._get_fsdp_state()._state_ctx.is_last_backward
     return is_last
+
+
+def before_forwards(module: FSDPModule, call: Callable[[], None]) -> Callable[[], None]:
+    """Run ``call`` before every forward that begins with this module, ahead of all gathers.
+
+    Returns:
+        a function that undoes it.
+    """
+    state: Any = module._get_fsdp_state()
+    begin = state._root_pre_forward
+
+    def root_pre_forward(*args: Any, **kwargs: Any) -> Any:
+        if not in_forward(module):  # else this module is part of a forward
+            call()
+        return begin(*args, **kwargs)
+
+    state._root_pre_forward = root_pre_forward
+
+    def undo() -> None:
+        vars(state).pop("_root_pre_forward", None)
+
+    return undo
+
+
+def in_forward(module: FSDPModule) -> bool:
+    """Return True while a forward runs that has begun with this module or one around it."""
+    return module._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
 def in_backward() -> bool:

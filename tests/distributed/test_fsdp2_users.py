@@ -59,7 +59,7 @@ def test_modules_that_are_wrapped_together_are_served_once() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     block = {"scheme": "sdp4bit", "node_size": 1, "min_numel": 512, "allow_full_replica": True}
     front = fsdp2.attach(model, block, optimizer=optimizer)
-    assert len(front.sharded_modules) == len(front.node_shards) == 2
+    assert len(front.sharded_modules) == len(front.copies.node_shards) == 2
     assert front.comm_volume().numel == NUMEL
     losses = train(model, optimizer, steps=4)
     assert losses[-1] < losses[0]

@@ -95,7 +95,7 @@ def used(model: nn.Module) -> tuple[int, int]:
 def test_all_modules_agree_on_the_lengths_of_their_messages_at_once() -> None:
     """One message of each module between the nodes and one gather of lengths for all of them."""
     model, optimizer = attached({"scheme": "lossless"})
-    modules = len(front_of(model).node_shards)
+    modules = len(front_of(model).copies.node_shards)
     assert modules == 5
     sent: list[tuple[str, str]] = []
     count, least = Communicator._count, Communicator.least
@@ -112,8 +112,9 @@ def test_all_modules_agree_on_the_lengths_of_their_messages_at_once() -> None:
     Communicator._count, Communicator.least = counted, agreed
     train(model, optimizer, steps=1)
     assert sent.count(("weights", "inter")) == modules + 1
-    # On the lengths, and before the step that all messages could be decoded.
-    assert sum(what == "agreement" for what, _ in sent) == 2
+    # On weights that were written, on the lengths, and before the step that all messages could be
+    # decoded.
+    assert sum(what == "agreement" for what, _ in sent) == 3
 
 
 @on_ranks(2)

@@ -367,12 +367,12 @@ def test_imports_load_no_more_than_they_need(code: str) -> None:
 def test_a_torch_without_the_methods_of_fsdp2_is_refused_by_name() -> None:
     code = (
         "from torch.distributed.fsdp import FSDPModule\n"
-        "del FSDPModule.set_reduce_scatter_unused_params\n"
+        "del FSDPModule.set_custom_reduce_scatter\n"
         "import ds_quant.fsdp2"
     )
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    message = "has no set_reduce_scatter_unused_params: use a release that has it"
+    message = "has no set_custom_reduce_scatter: use torch 2.10 or newer"
     assert ended.returncode == 1 and message in ended.stderr
 
 

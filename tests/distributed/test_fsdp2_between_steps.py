@@ -1,0 +1,827 @@
+"""FSDP2 between the steps of a loop: writes, freezing, dropped gradients, other optimizers, loads.
+
+Each program runs twice in one process: with FSDP2 alone and with a block. Losses, weights and the
+weights that forward uses are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import ds_quant
+from ds_quant import fsdp2
+from ds_quant.fsdp2.attaching import front_of
+from tests.distributed.harness import of_all_ranks, on_ranks, scratch
+from tests.thin import thinned
+
+WIDTH = 32
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+EXACT = {"scheme": "full_precision"}
+EXACT_GRADIENTS = {"gradients": {"enabled": False}}
+# Schemes whose nodes keep copies of the weights, here with exact gradients, and how far a forward
+# may be from the weights.
+COPIES = {"hybrid": 0.0, "lossless": 0.0, "eden4": 0.03, "sdp4bit": 0.03}
+
+
+class Net(nn.Module):
+    """Three layers of equal shape, one of them without a bias, and a head of uneven rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.third):
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def sharded(mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    """Wrap every layer but the head, and the root with the head."""
+    model = Net()
+    for layer in (model.first, model.second, model.third):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def rows(seed: int) -> Tensor:
+    """Return other rows on every rank and for every seed."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+@dataclass
+class Run:
+    """A model in training, with what it has computed so far."""
+
+    model: Any
+    optimizer: Any
+    front: Any
+    losses: list[float] = field(default_factory=list)
+    forwards: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def backward(self, seed: int, *, last: bool = True, factor: float = 1.0) -> None:
+        """Run forward and backward on rows of a seed."""
+        self.model.set_is_last_backward(last)
+        loss = self.model(rows(seed)).float().square().mean() * factor
+        loss.backward()
+        self.losses.append(float(loss.detach()))
+
+    def update(self) -> None:
+        """Step and zero the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, seed: int) -> None:
+        """Take an optimizer step of one backward."""
+        self.backward(seed)
+        self.update()
+
+    def evaluate(self, seed: int = 7, *, reshard: bool = True) -> None:
+        """Run a forward without gradients.
+
+        reshard: False leaves the root gathered, as FSDP2 does.
+        """
+        with torch.no_grad():
+            self.losses.append(float(self.model(rows(seed)).float().square().mean()))
+        if reshard:
+            self.model.reshard()
+
+    def look(self, *exact: str) -> None:
+        """Note the weights that the next forward uses. exact: names of those that are exact."""
+        found = forward_weights(self.model)
+        self.forwards.append(found)
+        weights = self.weights()
+        for name in exact:
+            assert torch.equal(found[name], weights[name].to(found[name].dtype)), name
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the exact full weights."""
+        return masters(self.model)
+
+
+def masters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the full weights that the optimizer moves."""
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+def forward_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the full weights that forward uses."""
+    found = {}
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+    for prefix, module in modules:
+        module.unshard()
+        for name, p in module.named_parameters(prefix):
+            if not hasattr(p, "to_local"):
+                found[name] = p.detach().clone()
+        module.reshard()
+    return found
+
+
+Program = Callable[[Run], None]
+
+
+def played(
+    program: Program,
+    block: dict[str, Any] | None,
+    *,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    optimizer: Callable[[nn.Module], Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> Run:
+    """Run a program with a block, or with FSDP2 alone."""
+    model = sharded(mesh, **options)
+    prepare(model)
+    made = adam(model) if optimizer is None else optimizer(model)
+    front = None
+    if block is not None:
+        block = {"node_size": max(1, dist.get_world_size() // 2), "min_numel": 64, **block}
+        if block["scheme"] in ("eden4", "sdp4bit"):
+            block = {**EXACT_GRADIENTS, **block}
+        if mesh is not None:
+            del block["node_size"]
+        front = fsdp2.attach(model, block, optimizer=made)
+    run = Run(model, made, front)
+    program(run)
+    return run
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def assert_near(run: Run, plain: Run, *, off: float = 0.0, case: object = None) -> None:
+    """Compare a run with that of FSDP2 alone. off: relative error of the forward weights."""
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if off == 0 else {"rtol": 0.1, "atol": 0.05}
+    torch.testing.assert_close(run.losses, plain.losses, msg=lambda m: f"{case}: {m}", **tolerance)
+    weights = run.weights()
+    for name, expected in plain.weights().items():
+        error = float((weights[name] - expected).norm() / expected.norm())
+        assert error <= max(off, 1e-5), (case, name, error)
+    for found, expected_weights in zip(run.forwards, plain.forwards, strict=True):
+        for name, expected in expected_weights.items():
+            error = float((found[name] - expected).norm() / expected.norm().clamp(min=1e-3))
+            assert error <= max(off, 1e-5), (case, name, error)
+
+
+# ---- weights that other code writes ----
+
+
+def _lerped(model: Any, run: Run) -> None:
+    for p in model.parameters():
+        p.data.lerp_(torch.ones_like(p), 0.5)
+
+
+def _clamped(model: Any, run: Run) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.05, 0.05)
+
+
+def _local(model: Any, run: Run) -> None:
+    for p in model.parameters():
+        p.to_local().data.mul_(-1)
+
+
+def _foreach(model: Any, run: Run) -> None:
+    torch._foreach_mul_([p.data for p in model.parameters()], 0.5)
+
+
+def _without_grad(model: Any, run: Run) -> None:
+    with torch.no_grad():
+        model.second.weight.add_(0.3)
+
+
+def _one_row_of_one_rank(model: Any, run: Run) -> None:
+    if dist.get_rank() == 1:
+        model.third.weight.to_local().data[0].fill_(0.7)
+
+
+def _permuted(model: Any, run: Run) -> None:
+    local = model.first.weight.to_local().data
+    local.copy_(local.flip(1))
+
+
+def _state_dict(model: Any, run: Run) -> None:
+    state = {name: value + 0.1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def _assigned(model: Any, run: Run) -> None:
+    state = {name: (value + 0.1).detach() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    run.optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def _checkpoint(model: Any, run: Run) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    folder = [scratch()]
+    dist.broadcast_object_list(folder)
+    dcp.save(
+        {"model": {n: v * 0.5 for n, v in model.state_dict().items()}}, checkpoint_id=folder[0]
+    )
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder[0])
+
+
+WRITES = {
+    write.__name__.strip("_"): write
+    for write in (
+        _lerped, _clamped, _local, _foreach, _without_grad, _one_row_of_one_rank,
+        _permuted, _state_dict, _assigned, _checkpoint,
+    )
+}  # fmt: skip
+
+
+ONLY = {
+    "without_grad": ["second.weight"],
+    "one_row_of_one_rank": ["third.weight"],
+    "permuted": ["first.weight"],
+}
+
+
+def write_in_many_places(run: Run, name: str) -> None:
+    """Write after a step, twice in the same mode, between two forwards, and before a step."""
+    written = ONLY.get(name) or [n for n, _ in run.model.named_parameters()]
+    write = WRITES[name]
+    run.step(0)
+    write(run.model, run)
+    run.look(*written)
+    run.evaluate()
+    write(run.model, run)
+    run.evaluate()
+    run.look(*written)
+    run.backward(1, last=False, factor=0.5)
+    write(run.model, run)
+    run.backward(2, factor=0.5)
+    write(run.model, run)
+    run.update()
+    run.look()
+    run.step(3)
+
+
+QUICK_WRITES = "lerped", "one_row_of_one_rank", "checkpoint", "assigned"
+
+
+@pytest.mark.parametrize(
+    ("world", "scheme", "names"),
+    thinned(
+        [(4, scheme, tuple(WRITES)) for scheme in COPIES]
+        + [(4, "eden4", QUICK_WRITES), (2, "hybrid", ("local", "state_dict"))],
+        lambda world, scheme, names: len(names) < len(WRITES),
+    ),
+)
+@on_ranks(timeout=240)
+def test_forward_uses_weights_that_other_code_has_written(
+    world: int, scheme: str, names: tuple[str, ...]
+) -> None:
+    options = {"mp_policy": BF16} if "lossless" in scheme else {}
+    for name in names:
+
+        def program(run: Run, name: str = name) -> None:
+            write_in_many_places(run, name)
+
+        plain = played(program, None, optimizer=sgd, **options)
+        run = played(program, with_copies(scheme, world), optimizer=sgd, **options)
+        assert_near(run, plain, off=COPIES[scheme], case=name)
+        assert_equal_on_all_ranks(run.forwards[-1], name)
+
+
+def with_copies(scheme: str, world: int) -> dict[str, Any]:
+    """Return a block of two nodes, of one rank each if there are two ranks."""
+    return {"scheme": scheme, "node_size": world // 2, "allow_full_replica": True}
+
+
+def assert_equal_on_all_ranks(weights: dict[str, Tensor], case: object) -> None:
+    """Compare the sums of full weights between all ranks."""
+    own = {name: value.double().sum().item() for name, value in weights.items()}
+    assert all(other == own for other in of_all_ranks(own)), case
+
+
+@on_ranks(4)
+def test_averaged_weights_are_swapped_in_and_out() -> None:
+    """Two evaluations in one mode, the second with an average; then training goes on."""
+
+    def program(run: Run) -> None:
+        average = [p.detach().clone() * 0 for p in run.model.parameters()]
+        for seed in range(3):
+            run.step(seed)
+            torch._foreach_lerp_(average, [p.data for p in run.model.parameters()], 0.5)
+        run.model.eval()
+        run.evaluate()
+        kept = [p.detach().clone() for p in run.model.parameters()]
+        for p, value in zip(run.model.parameters(), average, strict=True):
+            p.data.copy_(value)
+        run.evaluate()
+        for p, value in zip(run.model.parameters(), kept, strict=True):
+            p.data.copy_(value)
+        run.evaluate()
+        run.model.train()
+        run.step(3)
+
+    for scheme, off in COPIES.items():
+        plain = played(program, None)
+        assert plain.losses[3] != plain.losses[4]
+        run = played(program, {"scheme": scheme})
+        assert_near(run, plain, off=off, case=scheme)
+        swapped = abs(plain.losses[4] - plain.losses[3])
+        assert run.losses[4] == pytest.approx(plain.losses[4], abs=0.1 * swapped), scheme
+
+
+@on_ranks(4)
+def test_weights_are_perturbed_between_two_forwards_of_a_step() -> None:
+    """As sharpness-aware minimization does: the gradient is that of the perturbed weights."""
+
+    def program(run: Run) -> None:
+        for seed in range(3):
+            run.backward(seed)
+            gradients = [p.grad.detach().clone() for p in run.model.parameters()]
+            with torch.no_grad():
+                for p, gradient in zip(run.model.parameters(), gradients, strict=True):
+                    p.add_(gradient, alpha=0.5)
+            run.optimizer.zero_grad()
+            run.backward(seed)
+            with torch.no_grad():
+                for p, gradient in zip(run.model.parameters(), gradients, strict=True):
+                    p.sub_(gradient, alpha=0.5)
+            run.update()
+
+    plain = played(program, None, optimizer=sgd)
+    run = played(program, {"scheme": "hybrid"}, optimizer=sgd)
+    assert_near(run, plain)
+
+
+@on_ranks(4)
+def test_a_first_forward_in_inference_mode_does_not_spoil_the_copies() -> None:
+    def forward_once(model: Any) -> None:
+        with torch.no_grad():  # else FSDP2's own buffers are made in inference mode
+            model(rows(0))
+        model.reshard()
+
+    def program(run: Run) -> None:
+        with torch.inference_mode():
+            run.losses.append(float(run.model(rows(0)).square().mean()))
+        run.model.reshard()
+        run.step(0)
+        run.step(1)
+
+    plain = played(program, None, prepare=forward_once)
+    assert_near(played(program, {"scheme": "hybrid"}, prepare=forward_once), plain)
+
+
+@on_ranks(4)
+def test_a_write_is_logged_once_with_its_price() -> None:
+    lines = logged()
+
+    def program(run: Run) -> None:
+        run.step(0)
+        _local(run.model, run)
+        run.evaluate()
+        _local(run.model, run)
+        run.evaluate()
+        run.step(1)
+
+    played(program, {"scheme": "eden4"})
+    warnings = [line for line in lines if "written outside" in line]
+    if dist.get_rank():
+        assert not warnings
+    else:
+        (line,) = warnings
+        assert "weights of 7 parameter(s), such as head.weight, were written outside" in line
+        assert "0.0136 MB between nodes" in line
+
+
+def logged() -> list[str]:
+    """Return a list that gets the log lines of this rank from now on."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("ds_quant.run").addHandler(Handler())
+    return lines
+
+
+@on_ranks(4)
+def test_parts_of_a_model_run_one_after_the_other() -> None:
+    """A write between the forwards of two modules that have nothing in common."""
+
+    def program(run: Run) -> None:
+        run.step(0)
+        with torch.no_grad():
+            hidden = run.model.first(rows(1))
+            run.losses.append(float(hidden.square().sum()))
+            run.model.third.weight.zero_()
+            run.losses.append(float(run.model.third(hidden).square().sum()))
+        run.model.first.reshard()
+        run.model.third.reshard()
+
+    assert_near(played(program, {"scheme": "hybrid"}), played(program, None))
+
+
+# ---- parameters that are frozen and thawed ----
+
+
+def _thaw_after_attach(run: Run) -> None:
+    run.model.first.requires_grad_(True)
+    for seed in range(4):
+        run.step(seed)
+    run.look()
+
+
+def _thaw_between_steps(run: Run) -> None:
+    run.step(0)
+    run.model.first.requires_grad_(True)
+    for seed in range(1, 5):
+        run.step(seed)
+    run.look()
+
+
+def _thaw_between_backwards(run: Run) -> None:
+    run.backward(0, last=False)
+    run.model.first.requires_grad_(True)
+    run.backward(1, last=False)
+    run.backward(2)
+    run.update()
+    run.look()
+    run.step(3)
+    run.look()
+
+
+def _freeze_between_backwards(run: Run) -> None:
+    run.backward(0, last=False)
+    run.model.third.weight.requires_grad_(False)
+    run.backward(1, last=False)
+    run.backward(2)
+    run.update()
+    run.step(3)
+    run.look()
+
+
+def _freeze_for_the_last_backward(run: Run) -> None:
+    run.backward(0, last=False)
+    run.model.second.requires_grad_(False)  # all parameters of a module
+    run.backward(1)
+    run.update()
+    run.look()
+    run.step(2)
+
+
+def _freeze_and_thaw_in_turns(run: Run) -> None:
+    for seed, trained in enumerate((True, False, False, True, False, True)):
+        run.model.third.requires_grad_(trained)
+        run.step(seed)
+    run.look()
+
+
+def _thaw_while_unsharded(run: Run) -> None:
+    run.step(0)
+    run.evaluate(reshard=False)
+    run.model.head.requires_grad_(False)
+    run.step(1)
+    run.evaluate(reshard=False)
+    run.model.head.requires_grad_(True)
+    run.step(2)
+    run.model.second.unshard()
+    run.model.second.requires_grad_(False)
+    run.step(3)
+    run.look()
+
+
+def _another_group_of_parameters(run: Run) -> None:
+    run.step(0)
+    run.model.first.requires_grad_(True)
+    run.optimizer.add_param_group({"params": list(run.model.first.parameters()), "lr": 0.05})
+    run.step(1)
+    run.step(2)
+    run.look()
+
+
+FREEZING: dict[str, Program] = {
+    program.__name__.strip("_"): program
+    for program in (
+        _thaw_after_attach, _thaw_between_steps, _thaw_between_backwards,
+        _freeze_between_backwards, _freeze_for_the_last_backward, _freeze_and_thaw_in_turns,
+        _thaw_while_unsharded, _another_group_of_parameters,
+    )
+}  # fmt: skip
+
+
+def _frozen_at_first(name: str) -> Callable[[nn.Module], None]:
+    def prepare(model: Any) -> None:
+        if (
+            name.startswith("thaw_")
+            and name != "thaw_while_unsharded"
+            or name.startswith("another")
+        ):
+            model.first.requires_grad_(False)
+
+    return prepare
+
+
+def _trained_only(name: str) -> Callable[[nn.Module], Any]:
+    def make(model: nn.Module) -> Any:
+        if name.startswith("another"):
+            return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        return sgd(model)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names"),
+    thinned(
+        [(scheme, tuple(FREEZING)) for scheme in ("full_precision", *COPIES)]
+        + [("hybrid", tuple(FREEZING)[:5]), ("eden4", tuple(FREEZING)[5:])],
+        lambda scheme, names: len(names) < len(FREEZING),
+    ),
+)
+@on_ranks(4, timeout=240)
+def test_parameters_are_frozen_and_thawed_at_any_time(scheme: str, names: tuple[str, ...]) -> None:
+    options = {"mp_policy": BF16} if "lossless" in scheme else {}
+    for name in names:
+        ways = {"prepare": _frozen_at_first(name), "optimizer": _trained_only(name), **options}
+        plain = played(FREEZING[name], None, **ways)
+        run = played(FREEZING[name], {"scheme": scheme}, **ways)
+        assert_near(run, plain, off=COPIES.get(scheme, 0.0), case=name)
+        if run.forwards:
+            assert_equal_on_all_ranks(run.forwards[-1], name)
+
+
+@on_ranks(4)
+def test_the_bytes_of_report_follow_what_is_trained() -> None:
+    model = sharded()
+    model.first.requires_grad_(False)
+    optimizer = sgd(model)
+    fsdp2.attach(model, {"scheme": "eden4", "node_size": 2, "min_numel": 64}, optimizer=optimizer)
+    run = Run(model, optimizer, None)
+    expected = []
+    for trained in (False, True, False, False):
+        model.first.requires_grad_(trained)
+        run.step(0)
+        expected.append(ds_quant.report(model)["expected_bytes_per_param"])
+    frozen, thawed, last_of_them, frozen_again = expected
+    assert frozen < thawed == last_of_them
+    assert frozen_again == frozen
+
+
+# ---- accumulations that are given up ----
+
+
+def _optimizer_zero_grad(run: Run) -> None:
+    run.optimizer.zero_grad()
+
+
+def _zero_grad_in_place(run: Run) -> None:
+    run.optimizer.zero_grad(set_to_none=False)
+
+
+def _model_zero_grad(run: Run) -> None:
+    run.model.zero_grad()
+
+
+def _model_zero_grad_in_place(run: Run) -> None:
+    run.model.zero_grad(set_to_none=False)
+
+
+def _none(run: Run) -> None:
+    for p in run.model.parameters():
+        p.grad = None
+
+
+def _discard(run: Run) -> None:
+    run.optimizer.zero_grad()
+    if run.front is not None:
+        run.front.discard_gradients()
+
+
+def _of_one_module(run: Run) -> None:
+    run.model.third.zero_grad()
+    run.model.head.bias.grad = None
+
+
+GIVEN_UP = {
+    drop.__name__.strip("_"): drop
+    for drop in (
+        _optimizer_zero_grad, _zero_grad_in_place, _model_zero_grad, _model_zero_grad_in_place,
+        _none, _discard, _of_one_module,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names"),
+    thinned(
+        [("full_precision", tuple(GIVEN_UP)), ("hybrid", tuple(GIVEN_UP)), ("eden4", ("none",))],
+        lambda scheme, _: scheme == "full_precision",
+    ),
+)
+@on_ranks(4, timeout=240)
+def test_an_accumulation_that_is_given_up_leaves_nothing(
+    scheme: str, names: tuple[str, ...]
+) -> None:
+    for name in names:
+
+        def program(run: Run, name: str = name) -> None:
+            run.step(0)
+            run.backward(1, last=False, factor=1000.0)
+            GIVEN_UP[name](run)
+            run.backward(2, last=False)
+            run.backward(3)
+            run.update()
+            run.backward(4, last=False, factor=1000.0)
+            GIVEN_UP[name](run)
+            run.step(5)
+
+        plain = played(program, None, optimizer=sgd)
+        run = played(program, {"scheme": scheme}, optimizer=sgd)
+        assert_near(run, plain, off=COPIES.get(scheme, 0.0), case=name)
+
+
+@on_ranks(4)
+def test_gradients_that_are_written_between_backwards_end_the_run_with_the_way_out() -> None:
+    def program(run: Run) -> None:
+        run.backward(0, last=False)
+        for p in run.model.parameters():
+            p.grad.mul_(0.5)
+        run.backward(1)
+
+    with pytest.raises(RuntimeError, match=r"were written between two backwards .*front.discard"):
+        played(program, EXACT)
+
+
+@on_ranks(4)
+def test_gradients_left_inside_the_nodes_are_no_error_after_they_were_dropped() -> None:
+    run = Run(sharded(), None, None)
+    run.optimizer = sgd(run.model)
+    front = fsdp2.attach(run.model, {**EXACT, "node_size": 2}, optimizer=run.optimizer)
+    run.backward(0, last=False)
+    with pytest.raises(RuntimeError, match=r"the optimizer steps while gradients of 4 module"):
+        run.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"the model is detached while gradients of 4 module"):
+        front.detach()
+    run.optimizer.zero_grad()
+    run.optimizer.step()
+    front.detach()
+
+
+# ---- optimizers ----
+
+
+def _made_anew(run: Run) -> None:
+    run.step(0)
+    run.optimizer = adam(run.model)
+    run.step(1)
+    run.step(2)
+    run.look()
+
+
+def _two_in_turns(run: Run) -> None:
+    first, second = run.optimizer
+    for seed in range(4):
+        run.backward(seed)
+        first.step()
+        if seed % 2:
+            second.step()
+        first.zero_grad()
+        second.zero_grad()
+    run.look()
+
+
+def _last_given_steps_first(run: Run) -> None:
+    first, second = run.optimizer
+    for seed in range(3):
+        run.backward(seed)
+        second.step()
+        first.step()
+        run.model.zero_grad()
+    run.look()
+
+
+def _in_backward(run: Run) -> None:
+    for seed in range(3):
+        run.backward(seed)
+    run.look()
+
+
+def _compiled(run: Run) -> None:
+    run.optimizer.step = torch.compile(run.optimizer.step, backend="eager")
+    for seed in range(3):
+        run.step(seed)
+    run.look()
+
+
+def _not_torchs(run: Run) -> None:
+    for seed in range(3):
+        run.backward(seed)
+        for p in run.model.parameters():
+            p.data.sub_(p.grad, alpha=0.1)
+            p.grad = None
+    run.look()
+
+
+def _halves(model: Any) -> list[torch.optim.Optimizer]:
+    lower = [*model.first.parameters(), *model.second.parameters()]
+    upper = [*model.third.parameters(), *model.head.parameters()]
+    return [torch.optim.SGD(lower, lr=0.1), torch.optim.AdamW(upper, lr=1e-2)]
+
+
+def _one_per_parameter(model: Any) -> list[torch.optim.Optimizer]:
+    """Each steps in backward, when the gradient of its parameter has been reduced."""
+    optimizers = []
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+        optimizers.append(optimizer)
+    return optimizers
+
+
+OPTIMIZERS: dict[str, tuple[Program, Callable[[Any], Any], int]] = {
+    "made anew": (_made_anew, adam, 3),
+    "two in turns": (_two_in_turns, _halves, 4),
+    "the last one steps first": (_last_given_steps_first, _halves, 3),
+    "one per parameter in backward": (_in_backward, _one_per_parameter, 3),
+    "none of torch's": (_not_torchs, lambda model: [], 0),
+    "compiled": (_compiled, sgd, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names"),
+    thinned(
+        [(scheme, tuple(OPTIMIZERS)) for scheme in ("full_precision", *COPIES)]
+        + [("hybrid", tuple(OPTIMIZERS)[:5]), ("eden4", ("two in turns", "none of torch's"))],
+        lambda scheme, names: len(names) < len(OPTIMIZERS),
+    ),
+)
+@on_ranks(4, timeout=240)
+def test_any_optimizer_may_move_the_model(scheme: str, names: tuple[str, ...]) -> None:
+    options = {"mp_policy": BF16} if "lossless" in scheme else {}
+    for name in names:
+        program, optimizer, steps = OPTIMIZERS[name]
+        plain = played(program, None, optimizer=optimizer, **options)
+        run = played(program, {"scheme": scheme}, optimizer=optimizer, **options)
+        assert_near(run, plain, off=COPIES.get(scheme, 0.0), case=name)
+        run.evaluate()  # ends the last step where only a part of the optimizers has stepped
+        assert run.front.step == steps, name
+
+
+@on_ranks(2)
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    before = Net()
+    made_before = sgd(before)
+    model = fully_shard(before)
+    with pytest.raises(ValueError, match="optimizer=SGD holds none of the model's parameters"):
+        fsdp2.attach(model, "qsdp", optimizer=made_before)
+    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+        fsdp2.attach(model, "qsdp", optimizer=[sgd(model), sgd(Net())])
+    with pytest.raises(TypeError, match="optimizer=3: allowed: the optimizer of the model's"):
+        fsdp2.attach(model, "qsdp", optimizer=3)
+    assert front_of(model) is None
+
+
+@on_ranks(4)
+def test_a_step_that_only_makes_states_does_not_count() -> None:
+    """torch's functions for checkpoints step an optimizer with a learning rate of 0."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    saved = sharded(mesh)
+    its_optimizer = adam(saved)
+    saved(rows(0)).sum().backward()
+    its_optimizer.step()
+    weights, states = get_state_dict(saved, its_optimizer)
+    model = sharded(mesh)
+    with torch.no_grad():  # replicas begin with other weights, until the load
+        model.second.weight.mul_(dist.get_rank() + 1)
+    optimizer = adam(model)
+    front = fsdp2.attach(model, "full_precision", optimizer=optimizer)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    assert front.step == 0
+    model(rows(1)).sum().backward()
+    optimizer.step()
+    assert front.step == 1

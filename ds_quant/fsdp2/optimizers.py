@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -172,8 +173,9 @@ _registered: list[Any] = []
 def _register() -> None:
     """Register the hooks of all optimizers, once per process."""
     if not _registered:
-        _registered.append(register_optimizer_step_pre_hook(_before))
-        _registered.append(register_optimizer_step_post_hook(_after))
+        # A compiled step runs its hooks: they must not be compiled with it.
+        _registered.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before)))
+        _registered.append(register_optimizer_step_post_hook(torch.compiler.disable(_after)))
 
 
 def _before(optimizer: Optimizer, *_: Any) -> None:

@@ -175,7 +175,7 @@ def assert_near(run: Run, plain: Run, *, off: float = 0.0, case: object = None) 
     torch.testing.assert_close(run.losses, plain.losses, msg=lambda m: f"{case}: {m}", **tolerance)
     weights = run.weights()
     for name, expected in plain.weights().items():
-        error = float((weights[name] - expected).norm() / expected.norm())
+        error = float((weights[name] - expected).norm() / expected.norm().clamp(min=1e-3))
         assert error <= max(off, 1e-5), (case, name, error)
     for found, expected_weights in zip(run.forwards, plain.forwards, strict=True):
         for name, expected in expected_weights.items():
@@ -324,7 +324,7 @@ def test_averaged_weights_are_swapped_in_and_out() -> None:
         average = [p.detach().clone() * 0 for p in run.model.parameters()]
         for seed in range(3):
             run.step(seed)
-            torch._foreach_lerp_(average, [p.data for p in run.model.parameters()], 0.5)
+            torch._foreach_lerp_(average, [p.data for p in run.model.parameters()], 0.2)
         run.model.eval()
         run.evaluate()
         kept = [p.detach().clone() for p in run.model.parameters()]
@@ -339,11 +339,11 @@ def test_averaged_weights_are_swapped_in_and_out() -> None:
 
     for scheme, off in COPIES.items():
         plain = played(program, None)
-        assert plain.losses[3] != plain.losses[4]
+        assert plain.losses[4] != pytest.approx(plain.losses[3], rel=0.3)
         run = played(program, {"scheme": scheme})
         assert_near(run, plain, off=off, case=scheme)
-        swapped = abs(plain.losses[4] - plain.losses[3])
-        assert run.losses[4] == pytest.approx(plain.losses[4], abs=0.1 * swapped), scheme
+        average_loss = plain.losses[4]
+        assert run.losses[4] == pytest.approx(average_loss, rel=0.03), scheme
 
 
 @on_ranks(4)
@@ -405,8 +405,9 @@ def test_a_write_is_logged_once_with_its_price() -> None:
         assert not warnings
     else:
         (line,) = warnings
+        numel = sum(p.numel() for p in Net().parameters())
         assert "weights of 7 parameter(s), such as head.weight, were written outside" in line
-        assert "0.0136 MB between nodes" in line
+        assert f"{4 * numel / 1e6:.3g} MB between nodes" in line, line
 
 
 def logged() -> list[str]:
@@ -442,7 +443,7 @@ def test_parts_of_a_model_run_one_after_the_other() -> None:
 
 
 def _thaw_after_attach(run: Run) -> None:
-    run.model.first.requires_grad_(True)
+    run.model.first.weight.requires_grad_(True)
     for seed in range(4):
         run.step(seed)
     run.look()
@@ -450,7 +451,7 @@ def _thaw_after_attach(run: Run) -> None:
 
 def _thaw_between_steps(run: Run) -> None:
     run.step(0)
-    run.model.first.requires_grad_(True)
+    run.model.first.weight.requires_grad_(True)
     for seed in range(1, 5):
         run.step(seed)
     run.look()
@@ -458,7 +459,7 @@ def _thaw_between_steps(run: Run) -> None:
 
 def _thaw_between_backwards(run: Run) -> None:
     run.backward(0, last=False)
-    run.model.first.requires_grad_(True)
+    run.model.first.weight.requires_grad_(True)
     run.backward(1, last=False)
     run.backward(2)
     run.update()
@@ -509,8 +510,8 @@ def _thaw_while_unsharded(run: Run) -> None:
 
 def _another_group_of_parameters(run: Run) -> None:
     run.step(0)
-    run.model.first.requires_grad_(True)
-    run.optimizer.add_param_group({"params": list(run.model.first.parameters()), "lr": 0.05})
+    run.model.first.weight.requires_grad_(True)
+    run.optimizer.add_param_group({"params": [run.model.first.weight], "lr": 0.05})
     run.step(1)
     run.step(2)
     run.look()
@@ -533,7 +534,7 @@ def _frozen_at_first(name: str) -> Callable[[nn.Module], None]:
             and name != "thaw_while_unsharded"
             or name.startswith("another")
         ):
-            model.first.requires_grad_(False)
+            model.first.weight.requires_grad_(False)
 
     return prepare
 

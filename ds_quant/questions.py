@@ -38,5 +38,10 @@ def resync(target: Any) -> None:
 
 
 def _is_sharded_model(target: Any) -> bool:
-    """Return True for a module that ``fully_shard`` was called on."""
-    return hasattr(target, "set_is_last_backward") and hasattr(target, "unshard")
+    """Return True for a module that ``fully_shard`` was called on, or that holds one."""
+    if hasattr(target, "zero_optimization_stage") or not hasattr(target, "modules"):
+        return False
+    return any(
+        hasattr(module, "set_is_last_backward") and hasattr(module, "unshard")
+        for module in target.modules()
+    )

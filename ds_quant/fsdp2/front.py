@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from statistics import median_low
 from typing import Any
 
@@ -161,6 +162,13 @@ class Front:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)  # streams may still read the copies
         self.copies = None
+
+    def __del__(self) -> None:
+        """Wait for messages of this rank that are under way: later models use the same groups."""
+        with suppress(Exception):  # of a front that was not made, or of a lost rank
+            self.sums.wait()
+            if self.copies is not None:
+                self.copies.finish()
 
     # ---- facts ----
 

@@ -175,6 +175,7 @@ def assert_near(run: Run, plain: Run, *, off: float = 0.0, case: object = None) 
     torch.testing.assert_close(run.losses, plain.losses, msg=lambda m: f"{case}: {m}", **tolerance)
     weights = run.weights()
     for name, expected in plain.weights().items():
+        expected = expected.double()
         error = float((weights[name] - expected).norm() / expected.norm().clamp(min=1e-3))
         assert error <= max(off, 1e-5), (case, name, error)
     for found, expected_weights in zip(run.forwards, plain.forwards, strict=True):

@@ -376,6 +376,28 @@ def test_a_torch_without_the_methods_of_fsdp2_is_refused_by_name() -> None:
     assert ended.returncode == 1 and message in ended.stderr
 
 
+def test_private_names_of_torchs_fsdp2_are_declared_in_one_file() -> None:
+    """As docs/new_torch.md says. Of torch itself others use a DTensor's shard and its version, and
+    operations on lists.
+    """
+    declared = {"_local_tensor", "_version", "_foreach_copy_"}
+    tree = ast.parse((PACKAGE / "fsdp2" / "torch_names.py").read_text("utf-8"))
+    declared |= {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for path in ROOMS["fsdp2"]:
+        if path.name == "torch_names.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+                continue
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not is_own and not node.attr.startswith("__"):
+                assert node.attr in declared, f"{path.name}:{node.lineno}: {node.attr}"
+
+
 def test_the_package_shows_its_public_names() -> None:
     import ds_quant
 

@@ -47,11 +47,13 @@ class _Run:
     """Pieces of one dtype that are fingerprinted at once.
 
     numels: elements of every piece in the buffer, a whole number of words.
+    last_words: (pieces,) int64, index of the last word of every piece.
     """
 
     dtype: torch.dtype
     pieces: tuple[_Piece, ...]
     numels: tuple[int, ...]
+    last_words: Tensor
 
     def fingerprints(self, shards: Sequence[Tensor], factors: Tensor) -> Tensor:
         """Return (pieces,) int64. factors: of the words, on the device of the result."""
@@ -62,9 +64,7 @@ class _Run:
         mixed ^= mixed >> 32
         if len(self.pieces) == 1:
             return mixed.sum().view(1)
-        ends = torch.tensor(list(accumulate(self.numels)), device=factors.device)
-        ends = ends * self.dtype.itemsize // _WORD - 1
-        totals = mixed.cumsum(0)[ends]
+        totals = mixed.cumsum(0)[self.last_words]
         return torch.diff(totals, prepend=totals.new_zeros(1))
 
     def _words_in_place(self, shards: Sequence[Tensor], device: torch.device) -> Tensor | None:
@@ -155,23 +155,28 @@ class Fingerprints:
                     size = ceil_div((stop - start) * dtype.itemsize, _WORD)
                     size = size * _WORD // dtype.itemsize
                     if pieces and run_numel + size > most_numel:
-                        self._runs.append(_run(dtype, pieces, sizes))
+                        self._runs.append(self._run(dtype, pieces, sizes))
                         pieces, sizes = [], []
                         run_numel = 0
                     run_numel += size
                     pieces.append(_Piece(shard=shard, start=start, stop=stop))
                     sizes.append(size)
             if pieces:
-                self._runs.append(_run(dtype, pieces, sizes))
+                self._runs.append(self._run(dtype, pieces, sizes))
         shard_of_piece = [piece.shard for run in self._runs for piece in run.pieces]
         self.shard_of_piece = torch.tensor(shard_of_piece, dtype=torch.int64, device=self.device)
         longest = max([sum(run.numels) * run.dtype.itemsize for run in self._runs], default=0)
         self._factors = torch.arange(1, 2 * (longest // _WORD), 2, device=self.device)
         self._factors.mul_(_ODD_FACTOR)
 
-
-def _run(dtype: torch.dtype, pieces: Sequence[_Piece], sizes: Sequence[int]) -> _Run:
-    return _Run(dtype=dtype, pieces=tuple(pieces), numels=tuple(sizes))
+    def _run(self, dtype: torch.dtype, pieces: Sequence[_Piece], sizes: Sequence[int]) -> _Run:
+        last_words = [end * dtype.itemsize // _WORD - 1 for end in accumulate(sizes)]
+        return _Run(
+            dtype=dtype,
+            pieces=tuple(pieces),
+            numels=tuple(sizes),
+            last_words=torch.tensor(last_words, device=self.device),
+        )
 
 
 class WrittenWeights:

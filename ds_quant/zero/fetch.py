@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
@@ -112,19 +113,11 @@ class Fetch:
     def _before_fetch(self, params: Iterable[ZeroParameter]) -> None:
         (self._host or self).hook_parameters(params)
 
-    def _before_forward(self, params: Iterable[ZeroParameter]) -> None:
+    def _before_forward(self, module: torch.nn.Module) -> None:
         """Let the node shard notice writes: see [Note: when shards are compared] of it."""
-        plugin = (self._host or self)._plugin
-        if plugin.node_shard is None:
-            return
-        to_gather: list[Param] = []
-        for p in params:
-            param = plugin.param_of(p)
-            if param is not None and param.row_state is not ABSENT:
-                if sharded_params.is_unavailable(p):
-                    to_gather.append(param)
-        if to_gather:
-            plugin.node_shard.before_forward(to_gather)
+        node_shard = (self._host or self)._plugin.node_shard
+        if node_shard is not None:
+            node_shard.before_forward(module)
 
     def hook_parameters(self, params: Iterable[ZeroParameter]) -> None:
         """Wrap the gathers of parameters, also of those created later or never quantized.

@@ -135,6 +135,7 @@ class NodeShard:
         self._updated = {
             index for index, param in enumerate(self.served) if id(param.tensor) in updated_ids
         }
+        self._params_by_module: dict[torch.nn.Module, list[Param]] = {}  # of ``before_forward``
         self._compares_next_gather = True
         self._gathered_since_comparison: set[Param] = set()
         self._written_since_step: set[Param] = set()
@@ -247,15 +248,29 @@ class NodeShard:
 
     # ---- writes by other code ----
 
-    def before_forward(self, params: Iterable[Param]) -> None:
-        """Compare the shards if a forward is about to gather these parameters once more.
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Compare the shards if a forward is about to gather parameters of a module once more.
 
         A collective, if it compares.
         """
-        if not self._gathered_since_comparison.isdisjoint(params):
-            self._compares_next_gather = True
-        if self._compares_next_gather:
+        params = self._params_by_module.get(module)
+        if params is None:
+            params = self._params_of(module)
+            self._params_by_module[module] = params
+        if not self._compares_next_gather and self._gathered_since_comparison.isdisjoint(params):
+            return
+        if any([sharded_params.is_unavailable(param.tensor) for param in params]):
             self._mark_written()
+
+    def _params_of(self, module: torch.nn.Module) -> list[Param]:
+        """Return the served parameters that DeepSpeed fetches with a module."""
+        is_leaf = sharded_params.is_gathered_whole(module)
+        params: list[Param] = []
+        for p in sharded_params.parameters_of(module, recurse=is_leaf):
+            param = self._plugin.param_of(p)
+            if param is not None and param.row_state is not ABSENT:
+                params.append(param)
+        return params
 
     def _mark_written(self) -> None:
         """Mark the rows of parameters stale that any rank has written. A collective."""

@@ -230,18 +230,15 @@ def before_fetch(events: hooks.Hooks, call: Callable[[Iterable[ZeroParameter]], 
     events.wrap(_offload_of(events).get_param_coordinator(), _FETCH, fetch)
 
 
-def before_forward(events: hooks.Hooks, call: Callable[[Sequence[ZeroParameter]], None]) -> None:
-    """Run ``call(params)`` before the forward of a module fetches its parameters.
-
-    params: parameters of the module, gathered or not. A leaf module of DeepSpeed has those of its
-        children, too.
+def before_forward(events: hooks.Hooks, call: Callable[[torch.nn.Module], None]) -> None:
+    """Run ``call(module)`` before the forward of a module fetches its parameters.
 
     Not in a backward, which repeats the forward of checkpointed activations.
     """
 
     def forward(original: Callable[..., object], module: torch.nn.Module) -> object:
         if not is_in_backward():
-            call(parameters_of(module, recurse=is_gathered_whole(module)))
+            call(module)
         return original(module)
 
     events.wrap(_offload_of(events), "pre_sub_module_forward_function", forward)

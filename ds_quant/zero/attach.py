@@ -386,8 +386,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
         )
     )
     events.around_export.append(replica.exact)
-    # It copies the replica into the master weights. ``load_checkpoint`` calls it, and users do.
-    events.wrap(optimizer, "refresh_fp32_params", hooks.as_event(events.around_export))
+    optimizer_hooks.wrap_refresh_of_masters(events)
     checkpoint.watch_reads(plugin)
     muon.attach(plugin, optimizer)
     if _reduces_gradients(plugin):

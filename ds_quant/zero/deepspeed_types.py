@@ -331,7 +331,9 @@ class OwnerOptimizer(ZeroOptimizer, Protocol):
         """Add a slice to a buffer of fp32 gradients."""
 
     def refresh_fp32_params(self) -> object:
-        """Copy the replica into the master weights. Wrapped: attach._attach_replica."""
+        """Copy the replica into the master weights. Wrapped:
+        optimizer_hooks.wrap_refresh_of_masters.
+        """
 
     def update_lp_params(self) -> object:
         """Copy master weights into the own partition, then gather all partitions."""

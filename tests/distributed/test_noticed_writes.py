@@ -1,0 +1,260 @@
+"""Writes into weights between steps, by any means, with plain DeepSpeed in the same program.
+
+The forward that follows uses them, the next step takes over, and losses, weights of the forward and
+master weights stay those of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_quant
+from tests.distributed.harness import of_all_ranks, on_ranks
+from tests.distributed.models import (
+    FULL,
+    Regression,
+    digest,
+    engine_of,
+    evaluate,
+    exact,
+    forward,
+    gathered,
+    heard,
+    live,
+    masters,
+    plain_descent,
+    saved,
+    train_step,
+    train_steps,
+)
+from tests.thin import thinned
+
+EXACT = ("hybrid", "lossless", "full_precision")
+SPREAD = 0.1  # of losses under lossy schemes
+
+
+def block_of(scheme: str, node_size: int = 1, **keys: Any) -> dict[str, Any]:
+    return {"scheme": scheme, "allow_full_replica": True, "node_size": node_size, **keys}
+
+
+def pair(stage: int, block: dict[str, Any]) -> list[Any]:
+    """DeepSpeed alone, and with the plugin."""
+    return [engine_of(stage, given, optimizer=plain_descent) for given in (None, block)]
+
+
+def require_equal_losses(plain: list[float], ours: list[float], scheme: str) -> None:
+    if scheme in EXACT:
+        assert ours == plain
+    else:
+        np.testing.assert_allclose(
+            np.mean(of_all_ranks(ours), axis=0), np.mean(of_all_ranks(plain), axis=0), rtol=SPREAD
+        )
+
+
+def require_equal_masters(plain: Any, ours: Any, scheme: str) -> None:
+    expected = masters(plain)
+    for name, values in masters(ours).items():
+        if scheme in EXACT:
+            assert (values == expected[name]).all()
+        else:
+            error = np.linalg.norm(values - expected[name])
+            assert error <= SPREAD * max(1.0, float(np.linalg.norm(expected[name])))
+
+
+@contextmanager
+def used_weights(engine: Any) -> Iterator[dict[str, str]]:
+    """Digests of the weights with which modules compute."""
+    used: dict[str, str] = {}
+
+    def look(prefix: str, module: nn.Module) -> None:
+        for name, p in module.named_parameters(recurse=False):
+            used[f"{prefix}.{name}"] = digest(p.data)
+
+    hooks = [
+        module.register_forward_pre_hook(lambda m, _, name=name: look(name, m))
+        for name, module in engine.module.named_modules()
+        if name
+    ]
+    yield used
+    for hook in hooks:
+        hook.remove()
+
+
+# ---- ZeRO-3 ----
+
+
+def shards(engine: Any) -> list[Tensor]:
+    return [p.ds_tensor.data for p in engine.module.parameters()]
+
+
+def stored(engine: Any) -> dict[str, str]:
+    """Digests of the full weights that the shards of all ranks hold."""
+    params = dict(engine.module.named_parameters())
+    with gathered(params.values()):
+        return {name: digest(p.data) for name, p in params.items()}
+
+
+def one_row(engine: Any) -> None:
+    if torch.distributed.get_rank() == 1:
+        engine.module.second.weight.ds_tensor.data[257:514].zero_()
+
+
+def copied(engine: Any) -> None:
+    for shard in shards(engine):
+        shard.copy_(shard * 0.5)
+
+
+def averaged(engine: Any) -> None:
+    for shard in shards(engine):
+        shard.lerp_(torch.ones_like(shard) / 16, 0.125)
+
+
+def foreach(engine: Any) -> None:
+    torch._foreach_mul_(shards(engine), 1.25)
+
+
+def other_storage(engine: Any) -> None:
+    shard = engine.module.last.weight.ds_tensor
+    shard.data = shard.data.clone().neg_()
+
+
+def bit_patterns(engine: Any) -> None:
+    """The signs of all biases, written past torch."""
+    engine.module.first.bias.ds_tensor.data.view(torch.int16).numpy()[:] ^= -(2**15)
+
+
+# Each with a parameter that it writes.
+WRITES: dict[Callable[[Any], None], str] = {
+    one_row: "second.weight",
+    copied: "second.weight",
+    averaged: "first.weight",
+    foreach: "last.weight",
+    other_storage: "last.weight",
+    bit_patterns: "first.bias",
+}
+
+
+def play_writes(engine: Any) -> list[float]:
+    """Return the losses of a run in which weights are written before every evaluation."""
+    losses = []
+    for index, (write, name) in enumerate(WRITES.items()):
+        losses += train_steps(engine, 2, 3 * index)
+        write(engine)
+        expected = stored(engine)
+        with used_weights(engine) as used:
+            losses.append(evaluate(engine))
+        assert used[name] == expected[name], write.__name__
+        losses += train_step(engine, 3 * index + 2)
+        # The step has overwritten the weights, also in rows that hold differences to them.
+        expected = stored(engine)
+        with used_weights(engine) as used:
+            losses.append(evaluate(engine))
+        assert used[name] == expected[name], write.__name__
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("scheme", "world", "node_size"),
+    thinned(
+        [("hybrid", 2, 1), ("lossless", 2, 1), ("eden4", 2, 1), ("sdp4bit", 2, 1), ("eden4", 4, 2)],
+        lambda scheme, *_: scheme in ("hybrid", "eden4"),
+    ),
+)
+@on_ranks(timeout=200)
+def test_the_next_forward_uses_shards_as_they_were_written(
+    scheme: str, world: int, node_size: int
+) -> None:
+    plain, ours = pair(3, block_of(scheme, node_size))
+    logged = heard()
+    expected = play_writes(plain)
+    require_equal_losses(expected, play_writes(ours), scheme)
+    require_equal_masters(plain, ours, scheme)
+    if torch.distributed.get_rank() == 0:
+        (line,) = [line for line in logged if "your code has written" in line]
+        assert "1 parameter(s) outside the optimizer step, such as second.weight" in line
+
+
+def swapped(engine: Any) -> list[float]:
+    """Two averages are evaluated one after the other, in the mode of the first."""
+    own = [shard.clone() for shard in shards(engine)]
+    losses = []
+    for factor in (0.5, 0.25):
+        for shard, values in zip(shards(engine), own, strict=True):
+            shard.copy_(values * factor)
+        expected = stored(engine)
+        with used_weights(engine) as used:
+            losses.append(evaluate(engine))
+        assert used == expected
+    for shard, values in zip(shards(engine), own, strict=True):
+        shard.copy_(values)
+    return losses
+
+
+def perturbed(engine: Any) -> list[float]:
+    """A step whose gradients are those of perturbed weights, as in SAM."""
+    own = [shard.clone() for shard in shards(engine)]
+    losses = [float(forward(engine, 50).detach())]
+    for shard in shards(engine):
+        shard.add_(0.25)
+    loss = forward(engine, 50)
+    engine.backward(loss)
+    for shard, values in zip(shards(engine), own, strict=True):
+        shard.copy_(values)
+    engine.step()
+    return [*losses, float(loss.detach())]
+
+
+def rolled_back(engine: Any) -> list[float]:
+    """The optimizer loads a state that it had two steps before."""
+
+    def copy_of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if isinstance(value, dict):
+            return {key: copy_of(item) for key, item in value.items()}
+        return [copy_of(item) for item in value] if isinstance(value, list) else value
+
+    state = copy_of(engine.optimizer.state_dict())
+    losses = [evaluate(engine), *train_steps(engine, 2, 60)]
+    states = [state] * torch.distributed.get_world_size()
+    engine.optimizer.load_state_dict(states, load_from_fp32_weights=True)
+    return [*losses, evaluate(engine)]
+
+
+def not_finite(engine: Any) -> list[float]:
+    """NaN is in the weights for one evaluation, between a backward and its step."""
+    loss = forward(engine, 70)
+    engine.backward(loss)
+    engine.module.second.weight.ds_tensor.data[:3] = float("nan")
+    assert np.isnan(evaluate(engine))
+    engine.step()
+    return [float(loss.detach())]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "world", "node_size"),
+    thinned(
+        [("hybrid", 2, 1), ("lossless", 2, 1), ("sdp4bit", 2, 1), ("eden4", 4, 2)],
+        lambda scheme, *_: scheme in ("hybrid", "eden4"),
+    ),
+)
+@on_ranks(timeout=200)
+def test_weights_that_come_and_go_between_steps(scheme: str, world: int, node_size: int) -> None:
+    plain, ours = pair(3, block_of(scheme, node_size))
+
+    def play(engine: Any) -> list[float]:
+        losses = train_steps(engine, 2)
+        for index, events in enumerate((swapped, perturbed, rolled_back, not_finite)):
+            losses += events(engine)
+            losses += train_steps(engine, 2, 10 * index + 10)
+        return losses
+
+    require_equal_losses(play(plain), play(ours), scheme)
+    require_equal_masters(plain, ours, scheme)

@@ -29,8 +29,8 @@ class Budget(NamedTuple):
     messages: int
 
 
-# 24 parameters. Nodes x ranks per node. Most kernels of schemes that keep weights between steps take
-# fingerprints of them, in runs of the CPU's size: on CUDA a run is 32 times as long.
+# 24 parameters. Nodes x ranks per node. Most kernels of schemes that keep weights between steps
+# take fingerprints of them, in runs of the CPU's size: on CUDA a run is 32 times as long.
 BUDGETS = {
     ("qsdp", 2, W(2, 2)): Budget(calls=10, kernels=24, messages=4),
     ("qsdp", 2, W(4, 4)): Budget(calls=10, kernels=24, messages=4),

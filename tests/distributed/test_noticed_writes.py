@@ -31,6 +31,7 @@ from tests.distributed.models import (
     masters,
     plain_descent,
     saved,
+    settings,
     train_step,
     train_steps,
 )
@@ -258,3 +259,204 @@ def test_weights_that_come_and_go_between_steps(scheme: str, world: int, node_si
 
     require_equal_losses(play(plain), play(ours), scheme)
     require_equal_masters(plain, ours, scheme)
+
+
+# ---- several engines on one module ----
+
+
+class Wrapper(nn.Module):
+    """A model with a parameter of its own around the model that trains."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.full((4096,), 0.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(x, y) * self.scale.float().mean()
+
+
+def evaluation_engine(module: nn.Module, block: dict[str, Any] | None) -> Any:
+    """Return an engine without optimizer."""
+    import deepspeed
+
+    return deepspeed.initialize(model=module, config=settings(3, block, dtype="bf16"))[0]
+
+
+def play_engines(block: dict[str, Any] | None) -> list[float]:
+    """Return the losses of a training with engines for evaluation, built at any time."""
+    torch.manual_seed(0)
+    module = Regression()
+    before = evaluation_engine(module, block)
+    training = engine_of(3, block, lambda: module, optimizer=plain_descent)
+    losses = [evaluate(before), *train_steps(training, 2), evaluate(before)]
+    first = evaluation_engine(module, block)
+    losses += [evaluate(first), *train_steps(training, 2, 2), evaluate(first)]
+    second = evaluation_engine(module, block)
+    losses += [evaluate(second), *train_steps(training, 1, 4)]
+    second.destroy()
+    losses += [*train_steps(training, 1, 5), evaluate(first)]
+    around = evaluation_engine(Wrapper(module), block)
+    losses += [evaluate(around), *train_steps(training, 2, 6), evaluate(around), evaluate(before)]
+    training.destroy()
+    # An engine for evaluation serves the others now.
+    return [*losses, evaluate(before), evaluate(first), evaluate(around)]
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    thinned(
+        ["hybrid", "lossless", "full_precision", "eden4", "sdp4bit", "qsdp"],
+        lambda scheme: scheme in ("hybrid", "eden4", "qsdp"),
+    ),
+)
+@on_ranks(timeout=200)
+def test_engines_for_evaluation_follow_the_one_that_trains(scheme: str) -> None:
+    logged = heard("info_rank0")
+    expected = play_engines(None)
+    require_equal_losses(expected, play_engines(block_of(scheme)), scheme)
+    if torch.distributed.get_rank() == 0:
+        guests = [line for line in logged if "another engine on this module fetches" in line]
+        assert len(guests) == 3  # all but the one that was built before
+
+
+# ---- ZeRO-1 and 2 ----
+
+
+def everywhere(engine: Any) -> None:
+    engine.module.second.weight.data.mul_(-3)
+
+
+def on_one_rank(engine: Any) -> None:
+    if torch.distributed.get_rank() == 1:
+        engine.module.second.weight.data.mul_(1.5)
+
+
+def one_element(engine: Any) -> None:
+    if torch.distributed.get_rank() == 0:
+        engine.module.second.weight.data.view(-1)[-1] += 1
+
+
+def rows_exchanged(engine: Any) -> None:
+    weight = engine.module.second.weight.data
+    weight[[3, 7]] = weight[[7, 3]].clone()
+
+
+def far_off(engine: Any) -> None:
+    engine.module.second.weight.data[5] = 1e30
+
+
+def nan(engine: Any) -> None:
+    engine.module.second.weight.data[3, 5] = float("nan")
+
+
+def infinity_on_one_rank(engine: Any) -> None:
+    if torch.distributed.get_rank() == 1:
+        engine.module.second.weight.data[:, 7] = float("inf")
+
+
+def all_of_them(engine: Any) -> None:
+    torch._foreach_zero_([p.data for p in engine.module.parameters()])
+
+
+REPLICA_WRITES = (
+    everywhere, on_one_rank, one_element, rows_exchanged, far_off, nan, infinity_on_one_rank,
+    all_of_them,
+)  # fmt: skip
+
+
+def play_replica_writes(engine: Any) -> list[float]:
+    """Return the losses of a run in which weights are written between backward and step."""
+    losses = []
+    for index, write in enumerate(REPLICA_WRITES):
+        loss = forward(engine, 3 * index)
+        engine.backward(loss)
+        write(engine)
+        engine.step()
+        bits = of_all_ranks(live(engine))
+        assert bits[0] == bits[1], write.__name__
+        assert engine.skipped_steps == 0
+        if index:  # before the first step all weights are exact
+            assert bits[0]["second.weight"] == exact(engine, "bf16")["second.weight"]
+        losses += [float(loss.detach()), *train_steps(engine, 2, 3 * index + 1)]
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "scheme"),
+    thinned(
+        [(2, "eden4"), (2, "sdp4bit"), (2, "lossless"), (1, "sdp4bit"), (1, "lossless")],
+        lambda stage, scheme: (stage, scheme) in [(2, "eden4"), (1, "lossless")],
+    ),
+)
+@on_ranks(timeout=200)
+def test_a_step_overwrites_weights_that_were_written(stage: int, scheme: str) -> None:
+    plain, ours = pair(stage, block_of(scheme))
+    logged = heard()
+    expected = play_replica_writes(plain)
+    require_equal_losses(expected, play_replica_writes(ours), scheme)
+    require_equal_masters(plain, ours, scheme)
+    if torch.distributed.get_rank() == 0:
+        (line,) = [line for line in logged if "your code has written" in line]
+        assert "1 parameter(s) since the last step, such as second.weight" in line
+
+
+@pytest.mark.parametrize(
+    ("stage", "scheme"),
+    thinned(
+        [(2, "qsdp"), (1, "eden4"), (2, "sdp4bit"), (1, "qsdp"), (2, "full_precision")],
+        lambda stage, scheme: (stage, scheme) in [(2, "qsdp"), (1, "eden4")],
+    ),
+)
+@on_ranks()
+def test_master_weights_are_refreshed_from_exact_weights(stage: int, scheme: str) -> None:
+    """As DeepSpeed does alone: rounded to the dtype of the module, with edits of user code."""
+
+    def rounded(engine: Any) -> dict[str, Tensor]:
+        return {
+            name: torch.from_numpy(values).bfloat16().float()
+            for name, values in masters(engine).items()
+        }
+
+    for engine in pair(stage, FULL if scheme == "full_precision" else block_of(scheme)):
+        train_steps(engine, 2)
+        expected = rounded(engine)
+        engine.module.last.weight.data[2] = 0.125
+        engine.optimizer.refresh_fp32_params()
+        refreshed = masters(engine)
+        assert (refreshed["last.weight"][2] == 0.125).all()
+        for name in expected.keys() - {"last.weight"}:
+            assert (refreshed[name] == expected[name].numpy()).all(), name
+        train_steps(engine, 2, 2)
+        expected = rounded(engine)
+        expected["last.weight"][2] = 0.25
+        with ds_quant.exact_weights(engine):  # no effect on DeepSpeed alone
+            engine.module.last.weight.data[2] = 0.25
+            engine.optimizer.refresh_fp32_params()
+        for name, values in masters(engine).items():
+            assert (values == expected[name].numpy()).all(), name
+        train_steps(engine, 2, 4)
+
+
+@pytest.mark.parametrize("scheme", thinned(["qsdp", "eden4"], lambda scheme: scheme == "qsdp"))
+@on_ranks()
+def test_an_export_keeps_every_written_element(scheme: str) -> None:
+    engine = engine_of(2, block_of(scheme))
+    train_steps(engine, 2)
+    params = dict(engine.module.named_parameters())
+    params["first.weight"].data[11] = 0.25
+    params["second.bias"].data[-1] += 1
+    if torch.distributed.get_rank() == 1:  # rank 0 writes the file
+        params["last.weight"].data[3, 4] += 1
+    expected = exact(engine, "bf16")
+    if torch.distributed.get_rank() == 0:
+        for name in ("first.weight", "second.bias"):
+            expected[name] = digest(params[name])
+    else:
+        expected = {}
+    weights = {name: digest(values) for name, values in saved(engine).items()}
+    expected = of_all_ranks(expected)[0]
+    assert weights == expected
+    train_step(engine, 2)
+    ds_quant.resync(engine)
+    assert live(engine) == exact(engine, "bf16")

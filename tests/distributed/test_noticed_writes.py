@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_quant
-from tests.distributed.harness import of_all_ranks, on_ranks
+from tests.distributed.harness import of_all_ranks, on_ranks, scratch
 from tests.distributed.models import (
     FULL,
     Regression,
@@ -460,3 +460,42 @@ def test_an_export_keeps_every_written_element(scheme: str) -> None:
     train_step(engine, 2)
     ds_quant.resync(engine)
     assert live(engine) == exact(engine, "bf16")
+
+
+# ---- writes that are known ----
+
+
+@pytest.mark.parametrize("scheme", thinned(["eden4", "hybrid"], lambda scheme: scheme == "eden4"))
+@on_ranks()
+def test_known_writes_are_neither_reported_nor_sent_twice(scheme: str) -> None:
+    """Nor are steps, accumulations, evaluations and saves reported."""
+    engine = engine_of(3, block_of(scheme), accumulation=2)
+    logged = heard()
+    weight = engine.module.second.weight
+
+    def sent_by(events: Callable[[], object]) -> int:
+        before = ds_quant.report(engine)["received_bytes"]["weights"]["inter"]
+        events()
+        return ds_quant.report(engine)["received_bytes"]["weights"]["inter"] - before
+
+    def write() -> None:
+        with gathered([weight], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                weight.data.mul_(0.5)
+        evaluate(engine)
+        evaluate(engine)
+
+    train_steps(engine, 2)
+    evaluate(engine)
+    assert sent_by(lambda: evaluate(engine)) == 0
+    nbytes = weight.ds_tensor.nbytes
+    assert nbytes <= sent_by(write) < 1.01 * nbytes  # a message is padded
+    train_steps(engine, 1, 2)
+    evaluate(engine)
+    engine.save_checkpoint(str(scratch()), "here")
+    train_steps(engine, 1, 3)
+    engine.load_checkpoint(str(scratch()), "here")
+    train_steps(engine, 1, 3)
+    ds_quant.resync(engine)
+    train_steps(engine, 1, 4)
+    assert [line for line in logged if "your code has written" in line] == []

@@ -11,6 +11,11 @@ next forward. All ranks vote on the parameters whose fingerprints differ.
 lower half modulo 2, and the results are summed modulo 2^64. One changed word always changes the
 sum: both operations are invertible. Several changed words leave it as it was by accident only,
 about once in 2^32.
+
+A large piece is *folded* first, because memory is the bottleneck: its words are laid out in rows,
+and the sums of all rows and of all columns modulo 2^64 take their place. Changed words escape these
+sums only if they cancel in every row and in every column. Numbers of rows and columns are odd, so
+that not even a change of all sign bits cancels.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ _WORD = 8  # bytes
 # a run are kept. On the CPU both stay in its cache.
 _RUN_WORDS_CPU = 1 << 16
 _RUN_WORDS = 1 << 21
+_COLUMNS = 255  # of a folded piece
+_LEAST_FOLDED = 1 << 13  # words
 _ODD_FACTOR = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as int64
 
 
@@ -60,6 +67,8 @@ class _Run:
         words = self._words_in_place(shards, factors.device)
         if words is None:
             words = self._copied_words(shards, factors.device)
+        if len(self.pieces) == 1:
+            words = _folded(words)
         mixed = words * factors[: words.numel()]
         mixed ^= mixed >> 32
         if len(self.pieces) == 1:
@@ -90,6 +99,16 @@ class _Run:
             sources.append(shards[piece.shard].detach().reshape(-1)[piece.start : piece.stop])
         torch._foreach_copy_(targets, sources)
         return buffer.view(torch.int64)
+
+
+def _folded(words: Tensor) -> Tensor:
+    """Return the sums that stand for the words of a piece, (sums,) int64."""
+    if words.numel() < _LEAST_FOLDED:
+        return words
+    rows = (words.numel() // _COLUMNS - 1) | 1  # the largest odd number that fits
+    table_numel = rows * _COLUMNS
+    table = words[:table_numel].view(rows, _COLUMNS)
+    return torch.cat([table.sum(0), table.sum(1), words[table_numel:]])
 
 
 class Fingerprints:

@@ -115,9 +115,11 @@ class Fetch:
 
     def _before_forward(self, module: torch.nn.Module) -> None:
         """Let the node shard notice writes: see [Note: when shards are compared] of it."""
-        node_shard = (self._host or self)._plugin.node_shard
-        if node_shard is not None:
-            node_shard.before_forward(module)
+        plugin = (self._host or self)._plugin
+        if plugin.node_shard is not None:
+            plugin.node_shard.before_forward(module)
+        if self.is_guest and plugin.gather_count is not None:
+            plugin.gather_count.disturb()
 
     def hook_parameters(self, params: Iterable[ZeroParameter]) -> None:
         """Wrap the gathers of parameters, also of those created later or never quantized.

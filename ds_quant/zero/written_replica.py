@@ -119,9 +119,9 @@ class WrittenReplica:
                 continue
             now = slices.fingerprints.of(slices.of(group.flat))
             is_own = slices.fingerprints.pieces_of(slices.own)
-            params += slices.params_of(
-                compare(now, slices.taken, is_own, self._communicator(group))
-            )
+            differs = compare(now, slices.taken, is_own, self._communicator(group))
+            if differs.any().item():
+                params += slices.params_of(differs)
         return params
 
     def _groups(self) -> Iterator[tuple[ReplicaGroup, _Slices]]:

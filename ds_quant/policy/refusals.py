@@ -21,17 +21,57 @@ _ZEROPP_FLAGS = (
 # Optimizers with compressed communication, and the plain optimizer of each.
 ONE_BIT = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
 
+# Older names that DeepSpeed still reads, and its present ones. The first nine are names of fields
+# whose alias is usual.
+_RENAMED_ZERO_KEYS = {
+    "allgather_sequential": "stage3_allgather_sequential",
+    "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "model_persistence_threshold": "stage3_model_persistence_threshold",
+    "module_granularity_threshold": "stage3_module_granularity_threshold",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
+_OFFLOAD_FLAGS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+_FP32_NAMES = ("fp32", "float32", "float", "torch.float32")  # in the section data_types
+
 _MIGRATE = '"ds_quant migrate ds_config.json" translates the settings'
 
 
 def section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of a DeepSpeed config, without the values that a Trainer fills in."""
+    """Return ``whole_section`` without the values that a Trainer fills in."""
+    settings = whole_section(param_dict, name)
+    return {key: setting for key, setting in settings.items() if setting != "auto"}
+
+
+def whole_section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a DeepSpeed config under its present names."""
     value = param_dict.get(name)
-    if name == "zero_optimization" and isinstance(value, bool):  # the old form of the section
-        return {"stage": int(value)}
+    if name == "bf16" and value is None:
+        value = param_dict.get("bfloat16")
+    if name == "zero_optimization" and isinstance(value, bool):
+        value = {"stage": int(value)}
+        if "allgather_size" in param_dict:
+            value["allgather_bucket_size"] = param_dict["allgather_size"]
     if not isinstance(value, dict):
         return {}
-    return {key: setting for key, setting in value.items() if setting != "auto"}
+    if name == "zero_optimization":
+        return _present_names(value)
+    return value
+
+
+def _present_names(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section zero_optimization under its present names."""
+    settings: dict[str, Any] = {}
+    for key, value in zero.items():
+        if key not in _OFFLOAD_FLAGS:
+            settings[_RENAMED_ZERO_KEYS.get(key, key)] = value
+        elif is_on(value):
+            settings[_OFFLOAD_FLAGS[key]] = {"device": "cpu"}
+    return settings
 
 
 def stage_of(param_dict: Mapping[str, Any]) -> Any:
@@ -52,11 +92,9 @@ def low_precision(param_dict: Mapping[str, Any]) -> list[str]:
 
 def automatic_precision(param_dict: Mapping[str, Any]) -> bool:
     """Return True if a Trainer decides about bf16 or fp16: it enables one of them or none."""
-    for name in ("bf16", "fp16"):
-        value = param_dict.get(name)
-        if isinstance(value, dict) and value.get("enabled") == "auto":
-            return True
-    return False
+    return any(
+        whole_section(param_dict, name).get("enabled") == "auto" for name in ("bf16", "fp16")
+    )
 
 
 def number(value: Any) -> float:
@@ -119,8 +157,8 @@ def _optimizer_without_shards(
     has_fp32_sums = (
         stage_of(param_dict) == 1
         and is_on(section(param_dict, "bf16").get("enabled"))
-        and section(param_dict, "data_types").get("grad_accum_dtype") == "fp32"
-        and offload_optimizer.get("device", "none") == "none"
+        and str(section(param_dict, "data_types").get("grad_accum_dtype")) in _FP32_NAMES
+        and offload_optimizer.get("device") != "cpu"
     )
     if bf16_optimizer or has_fp32_sums:
         yield (

@@ -248,7 +248,7 @@ def _dtype(config: Mapping[str, Any], migration: Migration) -> None:
     dtype = config.get("communication_data_type")
     if dtype is None:
         return
-    if dtype != "fp32" and not migration.block and KEY not in config:
+    if str(dtype).lower() != "fp32" and not migration.block and KEY not in config:
         migration.block |= {"scheme": "qsdp"}
     if migration.block or KEY in config:
         why = "gradients are sent as the scheme says, summed in fp32: a cast before adds error"

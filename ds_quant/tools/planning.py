@@ -262,13 +262,12 @@ def _settings_of(config: dict[str, Any], *, load_codecs: bool) -> _Settings:
         accumulation = 1
     elif accumulation != "auto":
         accumulation = _whole_number("gradient_accumulation_steps", accumulation, least=1)
-    zero = config.get("zero_optimization")
     return _Settings(
         stage=stage,
         dtype=dtype,
         accumulation=accumulation,
         block=block,
-        zero=zero if isinstance(zero, dict) else {},
+        zero=refusals.whole_section(config, "zero_optimization"),
     )
 
 

@@ -298,16 +298,22 @@ def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
 
 def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
     """ZeRO-3: serve the fetches of weights and, for training, reduce gradients to shards."""
-    fetch = Fetch(plugin)
+    trains = hooks.has_step(optimizer)  # else inference: parameters only
+    fetch = Fetch(plugin, shard_hooks.updated_parameters(optimizer) if trains else None)
     params = sharded_params.parameters_of(plugin.engine.module)
     fetch.attach(params)
     plugin.set_served_params([(p, p.ds_process_group) for p in params])
     _note_empty(plugin)
-    require_memory(plugin)
-    if plugin.routes.keeps_shard:
+    if fetch.is_guest:
+        plugin.notices.append(
+            "another engine on this module fetches its weights, and counts them; nothing is kept "
+            "twice"
+        )
+    else:
+        require_memory(plugin)
         fetch.keep_in_node()
     plugin.hooks.on_destroy.append(fetch.close)
-    if hooks.has_step(optimizer):  # else inference: parameters only
+    if trains:
         # Saving leaves rows of lossless differences exact, and ``checkpoint.restore`` refills them.
         if plugin.node_shard is not None and not plugin.scheme.lossless:
             plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
@@ -380,6 +386,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
         )
     )
     events.around_export.append(replica.exact)
+    optimizer_hooks.wrap_refresh_of_masters(events)
     checkpoint.watch_reads(plugin)
     muon.attach(plugin, optimizer)
     if _reduces_gradients(plugin):

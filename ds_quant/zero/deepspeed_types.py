@@ -330,6 +330,11 @@ class OwnerOptimizer(ZeroOptimizer, Protocol):
     def _add_to_grad_partition_buffer(self, output: Tensor | None, source: Tensor) -> object:
         """Add a slice to a buffer of fp32 gradients."""
 
+    def refresh_fp32_params(self) -> object:
+        """Copy the replica into the master weights. Wrapped:
+        optimizer_hooks.wrap_refresh_of_masters.
+        """
+
     def update_lp_params(self) -> object:
         """Copy master weights into the own partition, then gather all partitions."""
 
@@ -354,12 +359,19 @@ class ParameterOffload(Protocol):
     def get_param_coordinator(self) -> Coordinator:
         """Return the coordinator of fetches."""
 
+    def pre_sub_module_forward_function(self, sub_module: torch.nn.Module) -> object:
+        """Fetch the parameters of a module for its forward.
+
+        Wrapped: sharded_params.before_forward.
+        """
+
 
 class ShardOptimizer(ZeroOptimizer, Protocol):
     """``DeepSpeedZeroOptimizer_Stage3``."""
 
     parameter_offload: ParameterOffload
     offload_optimizer: bool
+    fp16_groups: list[list[ZeroParameter]]  # parameters that the optimizer updates
 
     def partition_grads(
         self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]

@@ -9,6 +9,11 @@ a modifier rank would write decoded weights into the master shards.
 External parameters, which a module borrows from another one, arrive through ``all_gather`` in the
 first forward, though they are computed with. They are rerouted to the quantized gather, so that
 this forward equals later ones.
+
+[Note: several engines on one module] Engines for evaluation may share parameters with an engine
+that trains. One engine serves the fetches of all: its *host*. An engine that trains is the host;
+the others are its *guests*, whichever was built first. The node shard of a guest would be refreshed
+by the guest's own steps, which never come. When the host is destroyed, a guest takes its place.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
@@ -35,27 +41,85 @@ _Gather = tuple[Sequence[Param], list[bool], Pending[list[Tensor]]]
 
 
 class Fetch:
-    """Serves the parameter fetches of one engine."""
+    """Serves the parameter fetches of one engine and its guests.
 
-    def __init__(self, plugin: Plugin) -> None:
+    Args:
+        updated: parameters that the engine's optimizer updates; None without an optimizer.
+    """
+
+    def __init__(self, plugin: Plugin, updated: Sequence[ZeroParameter] | None) -> None:
         self._plugin = plugin
+        self._updated = updated
         self.barrier = accelerator.StepBarrier()
         self._parameters: list[ZeroParameter] = []  # of the engine's module
         self._hooked: dict[int, ZeroParameter] = {}  # wrapped parameters by ds_id
         self._is_closed = False  # hooks of DeepSpeed's coordinator may still call afterwards
+        # See [Note: several engines on one module].
+        self._host: Fetch | None = None
+        self._guests: list[Fetch] = []
 
     # ---- life of an engine ----
 
     def attach(self, params: Iterable[ZeroParameter]) -> None:
         """Serve the parameters of a module, and parameters that are fetched with them."""
         self._parameters = list(params)
-        owners = dict.fromkeys(sharded_params.owner_of(p) for p in self._parameters)
-        for owner in owners:
-            if isinstance(owner, Fetch) and owner.ids() <= self.ids():
-                owner.close()  # of an earlier engine on this module that was not destroyed
-        self.hook_parameters(self._parameters)
-        sharded_params.before_fetch(self._plugin.hooks, self.hook_parameters)
+        events = self._plugin.hooks
+        sharded_params.before_fetch(events, self._before_fetch)
+        if self._plugin.routes.keeps_shard or not self._trains:
+            sharded_params.before_forward(events, self._before_forward)
         sharded_params.note_external()
+        self._find_host()
+
+    @property
+    def _trains(self) -> bool:
+        return self._updated is not None
+
+    @property
+    def is_guest(self) -> bool:
+        """True if another engine on the same module serves the fetches of this one."""
+        return self._host is not None
+
+    def _find_host(self) -> None:
+        """Become the guest of an engine that serves the parameters, or serve them."""
+        owners: list[Fetch] = []
+        for owner in dict.fromkeys(sharded_params.owner_of(p) for p in self._parameters):
+            if isinstance(owner, Fetch):
+                owners.append(owner)
+        for owner in owners:
+            includes_owner = owner.ids() <= self.ids()
+            if not self._trains and (owner._trains or not includes_owner):
+                self._join(owner)
+                return
+        for owner in owners:
+            if owner.ids() <= self.ids() or not owner._trains:
+                owner._give_way(self)
+        self.hook_parameters(self._parameters)
+
+    def _join(self, host: Fetch) -> None:
+        self._host = host
+        host._guests.append(self)
+
+    def _give_way(self, successor: Fetch) -> None:
+        """Let another engine on the module serve it. An engine that trains was not destroyed."""
+        self._stop_serving()
+        for guest in self._guests:
+            guest._join(successor)
+        self._guests = []
+        if self._trains:
+            self._is_closed = True
+        else:
+            self._join(successor)
+
+    def _before_fetch(self, params: Iterable[ZeroParameter]) -> None:
+        (self._host or self).hook_parameters(params)
+
+    def _before_forward(self, module: torch.nn.Module) -> None:
+        """Let the node shard notice writes: see [Note: when shards are compared] of it."""
+        plugin = (self._host or self)._plugin
+        if plugin.node_shard is not None:
+            plugin.node_shard.before_forward(module)
+        if self.is_guest and plugin.gather_count is not None:
+            plugin.gather_count.disturb()
 
     def hook_parameters(self, params: Iterable[ZeroParameter]) -> None:
         """Wrap the gathers of parameters, also of those created later or never quantized.
@@ -68,8 +132,10 @@ class Fetch:
                 sharded_params.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
 
     def keep_in_node(self) -> None:
-        """Serve gathers from a node shard from now on."""
-        node = NodeShard(self._plugin, self._parameters, self.barrier)
+        """Serve gathers from a node shard from now on, if the scheme has one."""
+        if not self._plugin.routes.keeps_shard:
+            return
+        node = NodeShard(self._plugin, self._parameters, self._updated or (), self.barrier)
         self._plugin.node_shard = node
         for parameter in self._parameters:
             sharded_params.wrap_partition(parameter, node.resync, owner=self)
@@ -79,17 +145,34 @@ class Fetch:
         return {p.ds_id for p in self._parameters}
 
     def close(self) -> None:
-        """Restore the parameters, with exact values, when the engine is destroyed."""
+        """Restore the parameters, with exact values, when the engine is destroyed.
+
+        A guest takes over.
+        """
         self._is_closed = True
+        if self._host is not None:
+            self._host._guests.remove(self)
+            self._host = None
+        self._stop_serving()
+        guests, self._guests = self._guests, []
+        for guest in guests:
+            guest._host = None
+        for guest in guests:
+            guest._find_host()
+            if not guest.is_guest:
+                guest.keep_in_node()
+        self._parameters = []
+
+    def _stop_serving(self) -> None:
         if self._plugin.node_shard is not None:
             self._plugin.node_shard.close()
+            self._plugin.node_shard = None
         for p in self._hooked.values():
             sharded_params.unwrap(p, owner=self)
             if self._pop_decoded(p) and sharded_params.is_available(p):
                 p.ds_active_sub_modules.clear()  # left by a forward that was not finished
                 p.partition()
         self._hooked.clear()
-        self._parameters = []
 
     # ---- learned levels ----
 

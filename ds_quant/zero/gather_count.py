@@ -66,6 +66,10 @@ class GatherCount:
         self._fetched_numel += sum(p.ds_numel for p in params if not p.ds_persist)
         self._is_disturbed |= not self._plugin.engine.module.training
 
+    def disturb(self) -> None:
+        """Do not count this step: an engine for evaluation has fetched."""
+        self._is_disturbed = True
+
     def after_step(self) -> None:
         """End an optimizer step. Take its count if DeepSpeed was in a steady state."""
         plugin = self._plugin

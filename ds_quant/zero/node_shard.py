@@ -5,11 +5,25 @@ holds *rows* of every parameter, see [Note: strided layout] of comm/node_rows.py
 weights then stays inside the node; only the changes of an optimizer step cross between nodes.
 
 [Note: stale rows] The exchange after a step serves every parameter that was trained when the engine
-was built, because the optimizer may still move it. Everything else that writes weights (a loaded
-checkpoint, GatheredParameters with a modifier rank) marks its parameters stale on all ranks alike,
-and the next fetch fills their rows in full precision. Saving a checkpoint marks all of them, so
-that a run that saves continues like one that loads. The primary shard is not the node shard's row:
-it stays exact, because exports and GatheredParameters read it.
+was built, because the optimizer may still move it. Everything else that writes weights marks its
+parameters stale on all ranks alike, and the next fetch fills their rows in full precision. A loaded
+checkpoint and GatheredParameters with a modifier rank do so at once. Saving a checkpoint marks all
+parameters, so that a run that saves continues like one that loads. The primary shard is not the
+node shard's row: it stays exact, because exports and GatheredParameters read it.
+
+[Note: when shards are compared] User code may also write a shard (``ds_tensor``) directly, or let
+DeepSpeed's optimizer load a state. Such writes are noticed by content: see runtime/written_weights.
+Fingerprints are taken after an optimizer step. They are compared before the first gather after the
+step, and again before a forward gathers a parameter that was gathered since the last comparison.
+So two forwards without a step between them are compared, and an accumulation compares in every
+micro-step. A backward does not compare. All ranks compare at the same gathers, and vote.
+
+A write before the comparison may have reached the exchange in part: later chunks read their shards
+during the next forward. Stale rows are filled after the exchange, so they are exact either way. A
+write during a forward is noticed by the next one.
+
+A parameter that was written is filled exactly once more after the next step, because the step may
+take the write back (a perturbation, an average): the difference would be large, or not finite.
 
 [Note: when a gather is posted] The exchange continues during the next forward, see
 ``ChunkedExchange``. A gather inside the node needs the chunks that hold its parameters. On a device
@@ -41,8 +55,10 @@ from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather, rows_
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
+from ds_quant.runtime import log
 from ds_quant.runtime.param import ABSENT, CURRENT, STALE, HopCodec, Param
 from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.written_weights import WrittenWeights
 from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.accelerator import StepBarrier
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
@@ -69,11 +85,20 @@ class _RequestedGather:
 class NodeShard:
     """The rows of the parameters that it serves: see [Note: node shard].
 
+    Args:
+        params: of the engine's module.
+        updated: parameters that the optimizer updates; none for an engine without optimizer.
+        barrier: orders gathers behind writes of the rows.
+
     served: parameters whose ranks are the world, which DeepSpeed does not keep gathered.
     """
 
     def __init__(
-        self, plugin: Plugin, params: Iterable[ZeroParameter], barrier: StepBarrier
+        self,
+        plugin: Plugin,
+        params: Iterable[ZeroParameter],
+        updated: Iterable[ZeroParameter],
+        barrier: StepBarrier,
     ) -> None:
         self._plugin = plugin
         self._barrier = barrier
@@ -81,6 +106,7 @@ class NodeShard:
         # With one rank per node every message crosses between nodes.
         self._inter = hierarchy.inter or hierarchy.flat
         self._intra = hierarchy.intra
+        self._world = hierarchy.flat
         self._rank = hierarchy.flat.rank
 
         # - Rows
@@ -100,6 +126,20 @@ class NodeShard:
         self._posts_at_once = accelerator.has_streams()
         self._hop_codecs: PlanCache[tuple[Param, ...], list[tuple[HopCodec | None, ...]]]
         self._hop_codecs = PlanCache()
+
+        # - Writes outside the optimizer step: see [Note: when shards are compared]
+        dtypes = [param.tensor.ds_tensor.dtype for param in self.served]
+        self._writes = WrittenWeights(dtypes, accelerator.device())
+        updated_ids = {id(p) for p in updated}
+        # Indices of the served parameters whose shards a step overwrites.
+        self._updated = {
+            index for index, param in enumerate(self.served) if id(param.tensor) in updated_ids
+        }
+        self._params_by_module: dict[torch.nn.Module, list[Param]] = {}  # of ``before_forward``
+        self._compares_next_gather = True
+        self._gathered_since_comparison: set[Param] = set()
+        self._written_since_step: set[Param] = set()
+        self._has_logged_writes = False
 
     # ---- rows ----
 
@@ -177,11 +217,14 @@ class NodeShard:
         """
         self.finish()
         written: Iterable[Param | None] = self.served
-        if params is not None:
+        if params is None:
+            self._writes.forget()
+        else:
             written = map(self._plugin.param_of, params)
         for param in written:
             if param is not None and param.row_state is not ABSENT:
                 param.row_state = STALE
+        self._compares_next_gather = True  # before the rows are filled, so that none is reported
 
     def comparable_weights(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
         """See ``Plugin.weight_cache``. Ranks of equal place in their nodes hold equal rows."""
@@ -203,6 +246,69 @@ class NodeShard:
             del param.node_rows
         self.served = []
 
+    # ---- writes by other code ----
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Compare the shards if a forward is about to gather parameters of a module once more.
+
+        A collective, if it compares.
+        """
+        params = self._params_by_module.get(module)
+        if params is None:
+            params = self._params_of(module)
+            self._params_by_module[module] = params
+        if not self._compares_next_gather and self._gathered_since_comparison.isdisjoint(params):
+            return
+        if any([sharded_params.is_unavailable(param.tensor) for param in params]):
+            self._mark_written()
+
+    def _params_of(self, module: torch.nn.Module) -> list[Param]:
+        """Return the served parameters that DeepSpeed fetches with a module."""
+        is_leaf = sharded_params.is_gathered_whole(module)
+        params: list[Param] = []
+        for p in sharded_params.parameters_of(module, recurse=is_leaf):
+            param = self._plugin.param_of(p)
+            if param is not None and param.row_state is not ABSENT:
+                params.append(param)
+        return params
+
+    def _mark_written(self) -> None:
+        """Mark the rows of parameters stale that any rank has written. A collective."""
+        self._compares_next_gather = False
+        self._gathered_since_comparison.clear()
+        shards = self._stored_shards()
+        if not self._writes.is_taken:
+            self._writes.take(shards)
+            return
+        written = [self.served[index] for index in self._writes.written(shards, self._world)]
+        if not written:
+            return
+        self._writes.take(shards)
+        self._written_since_step.update(written)
+        unknown = [param for param in written if param.row_state is CURRENT]
+        if unknown:
+            self.finish()
+            for param in unknown:
+                param.row_state = STALE
+            self._log_writes(unknown)
+
+    def _log_writes(self, written: Sequence[Param]) -> None:
+        """Log the first write that was noticed, and its price."""
+        if self._has_logged_writes:
+            return
+        self._has_logged_writes = True
+        nbytes = sum(param.tensor.ds_numel * param.node_rows.rows.itemsize for param in written)
+        crossing_bytes = nbytes * (self._inter.size - 1) / self._inter.size
+        log.log_rank0(
+            f"quantized_comm: your code has written {len(written)} parameter(s) outside the "
+            f"optimizer step, such as {written[0].name}. The next forward uses them, as without "
+            f"this plugin: {crossing_bytes / 1e6:.3g} MB of exact values enter every node now, and "
+            "again after the next step (logged once)"
+        )
+
+    def _stored_shards(self) -> list[Tensor]:
+        return sharded_params.stored_shards([param.tensor for param in self.served], self._rank)
+
     # ---- gathers ----
 
     def gather(self, params: Sequence[Param]) -> tuple[Pending[list[Tensor]], list[bool]]:
@@ -211,8 +317,11 @@ class NodeShard:
         Returns:
             the weights, and per parameter True if they may differ from the exact ones.
         """
+        if self._compares_next_gather and not sharded_params.is_in_backward():
+            self._mark_written()  # by a forward that DeepSpeed's hooks of this engine do not see
         request = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
+        self._gathered_since_comparison.update(params)
         quantized = not self._plugin.is_full_precision(self._plugin.step)
         is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
         must_wait = bool(self._requested) or self._exchange.awaits(params)
@@ -265,8 +374,13 @@ class NodeShard:
         step = self._plugin.step + 1  # DeepSpeed counts the step only after it
         order = self._gathered | dict.fromkeys(self.served)
         self._gathered = {}
+        for param in self._written_since_step:
+            param.row_state = STALE
+        self._written_since_step.clear()
         changed = [param for param in order if param.trained and param.row_state is CURRENT]
         self._exchange.begin(self._cut_into_chunks(changed, step))
+        self._writes.take(self._stored_shards(), only=self._updated)
+        self._compares_next_gather = True
 
     def _cut_into_chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
         """Cut the exchange into chunks, lossless differences first.

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ds_quant.zero import accelerator
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ZeroParameter
-from ds_quant.zero.hooks import BucketFunctions, ExpectedCall, Hooks, moved, require
+from ds_quant.zero.hooks import BucketFunctions, ExpectedCall, Hooks, as_event, moved, require
 from ds_quant.zero.version import FAULTS, deepspeed_version
 
 BUCKET = "average_tensor"
@@ -289,6 +289,15 @@ def refresh_replica(optimizer: OwnerOptimizer, gather: Callable[[], None]) -> No
     """Copy the master weights into this rank's partition, then run ``gather()``."""
     with _weight_gather.through(lambda *args, **kwargs: gather()):
         optimizer.update_lp_params()
+
+
+def wrap_refresh_of_masters(hooks: Hooks) -> None:
+    """Let ``refresh_fp32_params`` copy exact weights into the master weights, not decoded ones.
+
+    ``load_checkpoint`` calls it for a module alone. User code calls it after it has written
+    weights. All ranks must call it.
+    """
+    hooks.wrap(hooks.optimizer, "refresh_fp32_params", as_event(hooks.around_export))
 
 
 class ReplicaGroup(NamedTuple):

@@ -4,19 +4,22 @@
 it into one *partition* per rank; the rank owns it and updates it from fp32 *master weights*. After
 a step the replica holds decoded weights on all ranks, the owner too, bit for bit. The master
 weights stay untouched. Exact replicas are gathered again on demand, for checkpoints and exports.
-Weights that user code has written since the last gather stay in place.
+They leave the parameters that user code has written since the last gather as they are; the next
+step overwrites these, as DeepSpeed does without this plugin.
 
 [Note: differences] With difference coding the replica itself is the reference: the owner encodes
 the difference between its master weights and the replica, and all ranks add the decoded difference
 in place, without a copy. The quantization error of a step is carried into the next difference. A
 replica that was made exact stays so, on all ranks: a run that saves continues like one that loads
-the checkpoint.
+the checkpoint. A parameter that user code has written, on any rank, is no reference: ranks may hold
+other values, or values that are far off or not finite. Its weights are sent whole, in full
+precision.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,10 +39,10 @@ from ds_quant.runtime.param import HopCodec, Param
 from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero import optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
-from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.lossless import Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.written_replica import WrittenReplica
 
 # Parameters of a window of the partitions with their codecs, and the gather of the window. Its
 # buffers are the replica and, if they are not in the replica, this rank's new weights.
@@ -59,18 +62,17 @@ class Replica:
         self._optimizer = optimizer
         self.holds_exact = True
         self._always_exact = plugin.scheme.weights is None
+        # The replica is the reference of differences, which are taken from the master weights.
+        self._has_reference = plugin.scheme.block.weights.difference_key is not None
         self._plans: PlanCache[Hashable, _GatherPlan] = PlanCache()
         # Offsets of the parameters. Kept, because user code may give a parameter other storage.
         self._offsets: dict[int, int] = {}
-        offsets_by_group: list[tuple[Tensor, list[tuple[Tensor, int]]]] = []
         for group in optimizer_hooks.replica_groups(optimizer):
-            offsets: list[tuple[Tensor, int]] = []
             for p in group.params:
-                offsets.append((p, _offset(group.flat, p)))
-            self._offsets.update((id(p), offset) for p, offset in offsets)
-            offsets_by_group.append((group.flat, offsets))
-        self._edits = EditDetector(offsets_by_group)
-        self._has_logged_edits = False
+                self._offsets[id(p)] = _offset(group.flat, p)
+        self._writes = WrittenReplica(plugin, optimizer, self._offsets)
+        self._has_logged_writes = False
+        self._take_fingerprints()
 
     # ---- after a step ----
 
@@ -80,7 +82,12 @@ class Replica:
         step = self._plugin.step + 1  # DeepSpeed counts the step only after it
         if self._plugin.scheme.level_steps:
             self._plugin.learn_levels(step, self._own_values())
-        self._gather(step)
+        written: list[Param] = []
+        if self._has_reference and not self._plugin.is_full_precision(step):
+            written = [self._param_of(p) for p in self._writes.written()]
+        self._gather(step, written=frozenset(written))
+        if written:
+            self._log_writes(written, "this step sends their exact weights")
 
     # ---- exact weights ----
 
@@ -105,12 +112,13 @@ class Replica:
     def after_load(self) -> None:
         """Follow a load: DeepSpeed has loaded master weights and an exact replica."""
         self.holds_exact = True
-        self._edits.forget()
+        self._writes.forget()
         self._gather_decoded()
+        self._take_fingerprints()
 
     def resync(self) -> None:
         """Refill exact weights on all ranks from the master weights. A collective."""
-        self._edits.forget()
+        self._writes.forget()
         self._refill(exact=True)
 
     def _gather_decoded(self) -> None:
@@ -123,22 +131,32 @@ class Replica:
             self._refill(exact=False)
 
     def _refill(self, *, exact: bool) -> None:
-        """Gather the master weights. Edits of user code stay: see [Note: written weights]."""
+        """Gather the master weights, except of parameters that user code has written here."""
         optimizer_hooks.require_replica(self._optimizer)
-        edited = [(p, p.detach().clone()) for p in self._edits.edited_params()]
+        written = [(p, p.detach().clone()) for p in self._writes.written_here()]
         optimizer_hooks.finish_background_save(self._plugin.engine)
         gather = partial(self._gather, self._plugin.step, exact=exact)
         optimizer_hooks.refresh_replica(self._optimizer, gather)
-        for p, values in edited:
+        for p, values in written:
             p.data.copy_(values)
-        if edited and not self._has_logged_edits:
-            self._has_logged_edits = True
-            first, _ = edited[0]
-            log.log_rank0(
-                f"quantized_comm: your code has written {len(edited)} parameter(s) since the last "
-                f"step, such as {self._param_of(first).name}: exports hold them as they are, and "
-                "the next step overwrites them, as without this plugin (logged once)"
-            )
+        if written:
+            params = [self._param_of(p) for p, _ in written]
+            self._log_writes(params, "exports hold them as they are, and the next step overwrites")
+
+    def _take_fingerprints(self) -> None:
+        """Take the fingerprints of the replica, if exports or steps compare them."""
+        if self._has_reference or not self._always_exact:
+            self._writes.take()
+
+    def _log_writes(self, written: Sequence[Param], consequence: str) -> None:
+        """Log the first write that was noticed."""
+        if self._has_logged_writes:
+            return
+        self._has_logged_writes = True
+        log.log_rank0(
+            f"quantized_comm: your code has written {len(written)} parameter(s) since the last "
+            f"step, such as {written[0].name}: {consequence} (logged once)"
+        )
 
     def _param_of(self, parameter: Tensor) -> Param:
         param = self._plugin.param_of(parameter)
@@ -167,24 +185,27 @@ class Replica:
 
     # ---- gathers ----
 
-    def _gather(self, step: int, *, exact: bool = False) -> None:
+    def _gather(
+        self, step: int, *, exact: bool = False, written: frozenset[Param] = frozenset()
+    ) -> None:
         """Gather all partitions, window by window.
 
         A message stays within DeepSpeed's ``allgather_bucket_size``. One window is sent while the
         one before is decoded.
+
+        written: parameters whose replica is no reference.
         """
         self.holds_exact = exact or self._always_exact or self._plugin.is_full_precision(step)
         posted: deque[Pending[Any]] = deque()
-        for post in self._posts(step, exact):
+        for post in self._posts(step, exact, written):
             posted.append(post())
             if len(posted) > 1:
                 posted.popleft().wait()
         for last in posted:
             last.wait()
-        if not self._always_exact:
-            self._edits.take()
+        self._take_fingerprints()
 
-    def _posts(self, step: int, exact: bool) -> Iterator[Post]:
+    def _posts(self, step: int, exact: bool, written: frozenset[Param]) -> Iterator[Post]:
         """Yield per window a function that posts its gather."""
         routes = self._plugin.routes
         lossless_windows: list[Window] = []
@@ -197,10 +218,13 @@ class Replica:
             most_numel = self._optimizer.allgather_bucket_size // hierarchy.size
             if sends_differences and routes.sends_lossless(group.flat.dtype):
                 for within in _windows(group, hierarchy.size, min(most_numel, MOST_NUMEL)):
-                    lossless_windows.append(Window(group, hierarchy, within))
+                    if self._holds_any(group, hierarchy.size, within, written):
+                        yield partial(self._post, group, hierarchy, within, step, exact, written)
+                    else:
+                        lossless_windows.append(Window(group, hierarchy, within))
                 continue
             for within in _windows(group, hierarchy.size, most_numel):
-                yield partial(self._post, group, hierarchy, within, step, exact)
+                yield partial(self._post, group, hierarchy, within, step, exact, written)
         if lossless_windows:
             yield from replica_posts(lossless_windows, self._plugin.traffic)
 
@@ -211,13 +235,13 @@ class Replica:
         window: range,
         step: int,
         exact: bool,
+        written: frozenset[Param],
     ) -> Pending[None]:
         """Post the gather of ``window`` of the partitions."""
         # Without a reference the new weights are in the replica already.
-        has_reference = self._plugin.scheme.block.weights.difference_key is not None
-        from_master = has_reference and not exact
+        from_master = self._has_reference and not exact
         exact = exact or self._plugin.is_full_precision(step)
-        weights, message = self._plan(group, hierarchy, window, exact, from_master)
+        weights, message = self._plan(group, hierarchy, window, exact, from_master, written)
         flat = group.flat.view(-1)
         bound_codecs = [
             param.bound_codec(hop_codec, flat.dtype, step) for param, hop_codec in weights
@@ -235,6 +259,7 @@ class Replica:
         window: range,
         exact: bool,
         from_master: bool,
+        written: frozenset[Param],
     ) -> _GatherPlan:
         """Plan the gather of a window of all partitions.
 
@@ -242,8 +267,9 @@ class Replica:
         at the place of the first one.
 
         from_master: new weights are in a buffer of their own, not in the replica.
+        written: parameters that are sent in full precision, too.
         """
-        key = group.group_index, window, exact, from_master
+        key = group.group_index, window, exact, from_master, written
         known = self._plans.get(key)
         if known is not None:
             return known
@@ -257,7 +283,7 @@ class Replica:
             param = self._param_of(p)
             is_own = owner == hierarchy.rank
             hop_codec: HopCodec | None = None
-            if not exact:
+            if not exact and param not in written:
                 (hop_codec,) = param.weight_codecs(dtype, rank=hierarchy.rank if is_own else None)
             index_key: Hashable = param
             if hop_codec is None:
@@ -287,6 +313,16 @@ class Replica:
             node_size=hierarchy.node_size,
         )
         return self._plans.add(key, (weights, message))
+
+    def _holds_any(
+        self, group: ReplicaGroup, ranks: int, window: range, params: frozenset[Param]
+    ) -> bool:
+        """Return True if the window of any partition holds elements of these parameters."""
+        if not params:
+            return False
+        width = group.flat.numel() // ranks
+        owned = self._owned_ranges(group, window, width)
+        return any(self._param_of(p) in params for p, _, _ in owned)
 
     def _owned_ranges(
         self, group: ReplicaGroup, window: range, width: int

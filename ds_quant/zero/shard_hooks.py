@@ -90,6 +90,12 @@ def shard_buckets(optimizer: ShardOptimizer) -> BucketFunctions:
     return flush, reduce_zeros
 
 
+def updated_parameters(optimizer: ShardOptimizer) -> list[ZeroParameter]:
+    """Return the parameters whose shards a step overwrites with the master weights."""
+    require(optimizer, "fp16_groups")
+    return [p for group in optimizer.fp16_groups for p in group]
+
+
 def skip_zero_shards(
     optimizer: ShardOptimizer, has_partial_sums: Callable[[ZeroParameter], bool]
 ) -> Partition:

@@ -87,19 +87,26 @@ def drop_values(parameter: ZeroParameter) -> None:
     parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
 
 
-def valid_shards(parameters: Iterable[ZeroParameter], rank: int) -> list[Tensor]:
+def stored_shards(parameters: Iterable[ZeroParameter], rank: int) -> list[Tensor]:
     """Return a rank's shards without their uninitialised padding: 1-D, possibly empty.
 
-    They are on the device of the collectives: shards of offloaded parameters are copied there.
+    They are where DeepSpeed keeps them: on the host if parameters are offloaded.
     """
-    device = accelerator.device()
     shards = []
     for p in parameters:
         width = p.ds_tensor.ds_numel
         valid_numel = min(max(p.ds_numel - rank * width, 0), width)
-        shard = p.ds_tensor.data.view(-1)[:valid_numel]
-        shards.append(shard.to(device, non_blocking=True))
+        shards.append(p.ds_tensor.data.view(-1)[:valid_numel])
     return shards
+
+
+def valid_shards(parameters: Iterable[ZeroParameter], rank: int) -> list[Tensor]:
+    """Return ``stored_shards`` on the device of the collectives.
+
+    Shards of offloaded parameters are copied there.
+    """
+    device = accelerator.device()
+    return [shard.to(device, non_blocking=True) for shard in stored_shards(parameters, rank)]
 
 
 def is_gathered_whole(module: torch.nn.Module) -> bool:
@@ -220,8 +227,30 @@ def before_fetch(events: hooks.Hooks, call: Callable[[Iterable[ZeroParameter]], 
         call(params)
         return original(params, *args, **kwargs)
 
+    events.wrap(_offload_of(events).get_param_coordinator(), _FETCH, fetch)
+
+
+def before_forward(events: hooks.Hooks, call: Callable[[torch.nn.Module], None]) -> None:
+    """Run ``call(module)`` before the forward of a module fetches its parameters.
+
+    Not in a backward, which repeats the forward of checkpointed activations.
+    """
+
+    def forward(original: Callable[..., object], module: torch.nn.Module) -> object:
+        if not is_in_backward():
+            call(module)
+        return original(module)
+
+    events.wrap(_offload_of(events), "pre_sub_module_forward_function", forward)
+
+
+def is_in_backward() -> bool:
+    """Return True if this thread runs a backward of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _offload_of(events: hooks.Hooks) -> ParameterOffload:
     # The "optimizer" of an inference engine is the offload itself.
-    offload = cast(
+    return cast(
         "ParameterOffload", getattr(events.optimizer, "parameter_offload", events.optimizer)
     )
-    events.wrap(offload.get_param_coordinator(), _FETCH, fetch)

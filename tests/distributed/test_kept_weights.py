@@ -66,13 +66,24 @@ def test_a_parameter_frozen_during_training_goes_on_following_its_master(scheme:
 
 
 def drift(engine: Any) -> None:
-    """Rank 1 changes one of the weights that it keeps."""
-    if torch.distributed.get_rank() == 1:
-        if engine.zero_optimization_stage() == 3:
-            engine.ds_quant_plugin.node_shard.finish()
-            engine.ds_quant_plugin.node_shard.served[0].node_rows.rows[0, 0] += 1
-        else:
-            engine.module.first.weight.data.view(-1)[3] += 1
+    """Rank 1 damages one of the weights that it keeps; a replica after it was compared."""
+    plugin = engine.ds_quant_plugin
+    if torch.distributed.get_rank() != 1:
+        return
+    if engine.zero_optimization_stage() == 3:
+        plugin.node_shard.finish()
+        plugin.node_shard.served[0].node_rows.rows[0, 0] += 1
+        return
+    writes = plugin.replica._writes
+    compare = writes.written
+
+    def damage() -> Any:
+        written = compare()
+        writes.written = compare
+        engine.module.first.weight.data.view(-1)[3] += 1
+        return written
+
+    writes.written = damage
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,10 @@ def waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
     return dict(counts), len(posted)
 
 
+# Whether weights that ranks keep were written: once per step, under ZeRO-3 once per micro-step.
+WRITTEN = {2: {"_differing": 1}, 3: {"written": 2}}
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(1, environment=OWN_GROUP)
 def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: int) -> None:
@@ -367,6 +371,7 @@ def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: i
     assert {name.rpartition(".")[2]: count for name, count in found.items()} == {
         "_agree": 1,  # the lengths
         "minimum": 1,  # whether any rank could not decode
+        **WRITTEN[stage],
     }
 
 
@@ -379,7 +384,12 @@ def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: i
 )
 @on_ranks(1, environment=OWN_GROUP)
 def test_nothing_else_waits(scheme: str, stage: int) -> None:
-    assert waits(stage, {"scheme": scheme}) == ({}, 0)
+    found, messages = waits(stage, {"scheme": scheme})
+    keeps_weights = scheme in ("sdp4bit", "eden3")
+    assert {name.rpartition(".")[2]: count for name, count in found.items()} == (
+        WRITTEN[stage] if keeps_weights else {}
+    )
+    assert messages == 0
 
 
 # ---- rehearsed kernels ----

@@ -85,9 +85,9 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
     monkeypatch.setattr(optimizer_hooks, "finish_background_save", lambda _: None)
     monkeypatch.setattr(optimizer_hooks, "refresh_replica", lambda _, gather: gather())
     made = object.__new__(Replica)
-    made._optimizer, made._always_exact, made._has_logged_edits = None, False, False
-    made._edits, made.posted = Mock(edited_params=lambda: []), []
-    made._posts = lambda step, exact: made.posted.append((step, exact)) or iter(())
+    made._optimizer, made._always_exact, made._has_reference = None, False, False
+    made._writes, made.posted = Mock(written_here=lambda: []), []
+    made._posts = lambda step, exact, _: made.posted.append((step, exact)) or iter(())
     return made
 
 
@@ -109,7 +109,7 @@ def test_weights_are_decoded_again_where_the_last_step_has_decoded_them(
     replica.holds_exact = False
     if by == "a load":
         replica.after_load()
-        replica._edits.forget.assert_called_once_with()
+        replica._writes.forget.assert_called_once_with()
     else:
         with replica.exact():
             assert replica.holds_exact and replica.posted.pop() == (step, True)
@@ -140,6 +140,7 @@ def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> No
     node._plugin = SimpleNamespace(step=5, is_full_precision=lambda step: exact)
     node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
     node._posts_at_once, node._post_until = True, lambda _: None
+    node._compares_next_gather, node._gathered_since_comparison = False, set()
     node._hop_codecs_of = lambda names: [params[name] for name in names]
     _, lossy = node.gather(list(params))
     assert lossy == [not exact and any(streams) for streams in params.values()]

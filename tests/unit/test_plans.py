@@ -77,9 +77,11 @@ def gather_plans(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     replica, hierarchy = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
     replica._plans = PlanCache()
 
-    def plan(*, group: int, window: range, exact: bool, from_master: bool) -> object:
+    def plan(
+        *, group: int, window: range, exact: bool, from_master: bool, written: frozenset
+    ) -> object:
         group = SimpleNamespace(group_index=group, flat=torch.empty(16), params=[])
-        return replica._plan(group, hierarchy, window, exact, from_master)
+        return replica._plan(group, hierarchy, window, exact, from_master, written)
 
     return plan
 
@@ -92,7 +94,7 @@ BUCKET = {
 OWNERS = {"range": (slice(64), slice(32)), "owner": (1, 2), "divisor": (2.0, 1.0)}
 WINDOW = {
     "group": (0, 1), "window": (range(8), range(8, 16)), "exact": (False, True),
-    "from_master": (False, True),
+    "from_master": (False, True), "written": (frozenset(), frozenset({ALPHA})),
 }  # fmt: skip
 FACTS = {shard_layouts: BUCKET, owner_layouts: BUCKET | OWNERS, gather_plans: WINDOW}
 

@@ -39,14 +39,26 @@ def watched(shards: list[Tensor], dtype: torch.dtype = torch.bfloat16) -> Writte
     return weights
 
 
+def square(shard: Tensor) -> Tensor:
+    width = int(shard.numel() ** 0.5)
+    return shard.view(width, width)
+
+
+def exchange(shard: Tensor, first: int, second: int) -> None:
+    shard[[first, second]] = shard[[second, first]].clone()
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "one element": lambda shard: shard[-1].add_(1),
-    "one row": lambda shard: shard.view(64, 64)[3].zero_(),
+    "one row": lambda shard: square(shard)[3].zero_(),
     "data": lambda shard: shard.data.mul_(1.1),
     "negative": lambda shard: shard.neg_(),
-    "sign of one column": lambda shard: shard.view(64, 64)[:, 3].neg_(),
-    "rows exchanged": lambda shard: shard.copy_(shard.view(64, 64).flip(0).reshape(-1)),
-    "transposed": lambda shard: shard.copy_(shard.view(64, 64).t().reshape(-1)),
+    "sign of one column": lambda shard: square(shard)[:, 3].neg_(),
+    "signs of two elements": lambda shard: shard[3 :: 255 * 4][:2].neg_(),
+    "rows exchanged": lambda shard: shard.copy_(square(shard).flip(0).reshape(-1)),
+    "two elements exchanged": lambda shard: exchange(shard, 4, 12),
+    "two elements of a column exchanged": lambda shard: exchange(shard, 4, 4 + 255 * 4),
+    "transposed": lambda shard: shard.copy_(square(shard).t().reshape(-1)),
     "elements sorted": lambda shard: shard.copy_(shard.sort().values),
     "not a number": lambda shard: shard[7].fill_(float("nan")),
     "foreach": lambda shard: torch._foreach_mul_([shard], 0.5),
@@ -55,8 +67,9 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("write", WRITES)
-def test_every_write_is_noticed(write: str, dtype: torch.dtype) -> None:
-    shards = shards_of(5, 4096, 0, 300_001)
+@pytest.mark.parametrize("numel", [4096, 512 * 512])
+def test_every_write_is_noticed(write: str, dtype: torch.dtype, numel: int) -> None:
+    shards = shards_of(5, numel, 0, 300_001)
     weights = watched(shards, dtype)
     WRITES[write](shards[1])
     assert weights.written(shards, OneRank()) == [1]

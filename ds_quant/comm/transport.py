@@ -55,10 +55,10 @@ class Pending(Generic[T]):
         return Pending(lambda: change(self.wait()))
 
 
-def _lost(rank: int, error: RuntimeError) -> RuntimeError:
-    """Return gloo's error, which names only an address, with the rank."""
+def _lost(who: str, error: RuntimeError) -> RuntimeError:
+    """Return gloo's error, which names only an address, with the rank. who: such as "rank 3"."""
     return RuntimeError(
-        f"quantized_comm: rank {rank} does not answer: it, or a rank it waits for, has died or "
+        f"quantized_comm: {who} does not answer: it, or a rank it waits for, has died or "
         "stalled, or the network is cut. See its log, and resume from the last checkpoint "
         f"({error})"
     )
@@ -70,7 +70,7 @@ def _wait_for(works: Sequence[tuple[int, Any]]) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _lost(rank, error) from error
+            raise _lost(f"rank {rank}", error) from error
 
 
 def carries(process_group: Any, device: torch.device) -> str:
@@ -216,7 +216,10 @@ class Communicator:
     def least(self, numbers: Tensor) -> Tensor:
         """Replace each number by its minimum over the ranks. A collective, not counted."""
         minimum = torch.distributed.ReduceOp.MIN
-        torch.distributed.all_reduce(numbers, op=minimum, group=self.process_group)
+        try:
+            torch.distributed.all_reduce(numbers, op=minimum, group=self.process_group)
+        except RuntimeError as error:
+            raise _lost(f"one of ranks {self.ranks[0]} to {self.ranks[-1]}", error) from error
         return numbers
 
     def _open(self, sizes: Sequence[int], role: str, sealed: Tensor) -> Tensor:
@@ -249,7 +252,7 @@ class Communicator:
             try:
                 works.append((peer, post(message, peer, group=self.process_group)))
             except RuntimeError as error:
-                raise _lost(peer, error) from error
+                raise _lost(f"rank {peer}", error) from error
         return Pending(partial(_wait_for, works))
 
     def _posted(self, payload: Tensor, received: Tensor, work: Any, role: str) -> Pending[Tensor]:

@@ -212,6 +212,12 @@ def _problems_of_replicas(config: QuantizedCommConfig, mesh: Mesh) -> Iterator[s
             "replicas of one rank, which share nothing: allowed: replicas of several ranks, or a "
             "mesh of one dimension"
         )
+    if list(mesh.ranks) != sorted(mesh.ranks):
+        first, second = mesh.ranks[: mesh.shards], mesh.ranks[mesh.shards : 2 * mesh.shards]
+        yield (
+            f"replicas of ranks {list(first)} and {list(second)}: allowed: replicas that follow "
+            f"each other, as init_device_mesh(device, ({mesh.replicas}, {mesh.shards})) makes them"
+        )
     if config.node_size not in (None, mesh.shards):
         yield (
             f"{KEY}.node_size={show(config.node_size)}: allowed with replicas of {mesh.shards} "

@@ -24,6 +24,8 @@ OURS, THEIRS = (os.path.dirname(module.__file__) + os.sep for module in (ds_quan
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 # Operations that neither make a view nor launch a kernel.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+# Functions of the plugin that stand around one of FSDP2, whose operations are not the plugin's.
+WRAPPERS = ("post_backward", "root_pre_forward", "drop_first")
 # Methods of tensors that wait for the device on CUDA.
 WAITS = ("cpu", "tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 
@@ -105,11 +107,11 @@ def _kind(operation: Any) -> str | None:
 
 
 def _caller() -> str:
-    """Return the file of the caller of an operation, files of torch left out."""
+    """Return the file of the caller of an operation, files of torch and wrappers left out."""
     frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(THEIRS):
+        if not name.startswith(THEIRS) and frame.f_code.co_name not in WRAPPERS:
             return name
         frame = frame.f_back
     return ""

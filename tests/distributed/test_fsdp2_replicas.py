@@ -73,13 +73,12 @@ def trained(
     *,
     reference: nn.Module | None = None,
     nodes: int = 2,
-    mesh: DeviceMesh | None = None,
     steps: int = 5,
     micro_steps: int = 1,
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Return losses, weights and model of a run with a block, or of FSDP2's own HSDP."""
-    model = replicated(reference or new_model(), mesh or mesh_of(nodes), **options)
+    model = replicated(reference or new_model(), mesh_of(nodes), **options)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=3e-3)
     if block is not None:
@@ -96,22 +95,11 @@ def assert_equal_on_all_ranks(weights: dict[str, torch.Tensor], case: object = N
         assert other == first, case
 
 
-SCATTERED = [[0, 2], [1, 3]]  # every replica on ranks that do not follow each other
-
-
-@pytest.mark.parametrize(
-    ("micro_steps", "ranks"),
-    thinned(
-        [(1, [[0, 1], [2, 3]]), (4, [[0, 1], [2, 3]]), (1, SCATTERED), (4, SCATTERED)],
-        lambda *case: case == (1, SCATTERED),
-    ),
-)
+@pytest.mark.parametrize("micro_steps", thinned([1, 4], lambda micro_steps: micro_steps == 1))
 @on_ranks(4)
-def test_full_precision_trains_as_hsdp_alone(micro_steps: int, ranks: list[list[int]]) -> None:
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "shard"))
-    plain_losses, plain, _ = trained(None, mesh=mesh, micro_steps=micro_steps)
-    block = {"scheme": "full_precision"}
-    losses, weights, _ = trained(block, mesh=mesh, micro_steps=micro_steps)
+def test_full_precision_trains_as_hsdp_alone(micro_steps: int) -> None:
+    plain_losses, plain, _ = trained(None, micro_steps=micro_steps)
+    losses, weights, _ = trained({"scheme": "full_precision"}, micro_steps=micro_steps)
     assert_equal_on_all_ranks(weights)
     if micro_steps == 1:  # two summands inside the nodes, two between them: one order
         assert losses == plain_losses
@@ -520,6 +508,10 @@ def test_meshes_that_make_no_replicas_are_refused_by_name() -> None:
 
     refused(mesh_of(4), {}, "replicas of one rank, which share nothing: allowed: replicas of")
     refused(mesh_of(2), {"node_size": 1}, "node_size=1: allowed with replicas of 2 ranks: 2")
+    scattered = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replica", "shard"))
+    refused(
+        scattered, {}, r"replicas of ranks \[0, 2\] and \[1, 3\]: allowed: replicas that follow"
+    )
     first = torch.distributed.get_rank() < 2
     other = replicated(new_model() if first else wide(), mesh_of(2))
     with pytest.raises(RuntimeError, match=r"parameters=.4 \(.*rank 0: .10 \("):

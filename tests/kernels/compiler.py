@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +22,9 @@ from ds_quant.kernels.launch import Launch
 
 ARCHITECTURES = ("80", "90", "100")
 
-# As CuPy compiles (it appends -ftz=true after our options), and the report of ptxas in the log.
-OPTIONS = (*cuda.OPTIONS, "-ftz=true", "--ptxas-options=-v")
+# CuPy appends -ftz=true after our options.
+_AS_CUPY = (*cuda.OPTIONS, "-ftz=true")
+OPTIONS = (*_AS_CUPY, "--ptxas-options=-v")  # with the report of ptxas in the log
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
@@ -77,6 +80,15 @@ def report(launch: Launch, architecture: str, *, count: bool = True) -> Report:
     return Report(registers, spills, stack, instructions, wide, len(loads) - wide, flushing)
 
 
+def ptx(text: str, macros: tuple[tuple[str, int], ...], architecture: str) -> str:
+    """Return the PTX of a kernel's source for an architecture. RuntimeError with the log."""
+    defines = [f"-D{name}={value}" for name, value in macros]
+    options = [*_AS_CUPY, f"-arch=compute_{architecture}", *defines]
+    with _compiled(text, options) as program:
+        library = _nvrtc()
+        return _read(library.nvrtcGetPTXSize, library.nvrtcGetPTX, program).rstrip(b"\0").decode()
+
+
 def nvrtc_version() -> str | None:
     """ "13.5" for the library that is found; None without one."""
     library = _nvrtc()
@@ -108,20 +120,31 @@ def _nvrtc() -> ctypes.CDLL | None:
 
 
 def _compile(text: str, options: list[str]) -> tuple[bytes, str]:
+    with _compiled(text, options) as program:
+        library = _nvrtc()
+        log = _log(program)
+        return _read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), log
+
+
+@contextmanager
+def _compiled(text: str, options: list[str]) -> Iterator[ctypes.c_void_p]:
+    """A program of NVRTC, destroyed at the end."""
     library = _nvrtc()
     program = ctypes.c_void_p()
     name = b"kernel.cu"
     library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name, 0, None, None)
     values = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     try:
-        failed = library.nvrtcCompileProgram(program, len(options), values)
-        log = _read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
-        if failed:
-            raise RuntimeError(f"NVRTC, {' '.join(options)}:\n{log.decode()}")
-        cubin = _read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+        if library.nvrtcCompileProgram(program, len(options), values):
+            raise RuntimeError(f"NVRTC, {' '.join(options)}:\n{_log(program)}")
+        yield program
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
-    return cubin, log.decode()
+
+
+def _log(program: ctypes.c_void_p) -> str:
+    library = _nvrtc()
+    return _read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).decode()
 
 
 def _read(size_of, read, program: ctypes.c_void_p) -> bytes:

@@ -1,0 +1,667 @@
+"""The instructions of PTX, as functions of the registers of some lanes.
+
+``bind`` makes such a function of every instruction that the kernels are compiled to; any other one
+is a NotImplementedError, as is arithmetic that flushes denormals. Control flow is in ``machine``.
+
+Registers of a size are one array of unsigned integers (registers, lanes), which an instruction reads
+as the type that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.kernels.ptx.memory import UNSIGNED, check_alignment
+from tests.kernels.ptx.program import Address, Group, Immediate, Instruction, Name, Register
+
+if TYPE_CHECKING:
+    from tests.kernels.ptx.machine import Lanes, Machine
+
+Execute = Callable[["Machine", "Lanes"], None]
+Read = Callable[["Machine", "Lanes"], np.ndarray]
+Write = Callable[["Machine", "Lanes", np.ndarray], None]
+
+TYPES: dict[str, type] = {
+    "pred": np.bool_,
+    **{f"{letter}{bits}": dtype for letter in "bu" for bits, dtype in UNSIGNED.items()},
+    **{f"s{8 << place}": dtype for place, dtype in enumerate((np.int8, np.int16, np.int32, np.int64))},
+    "f32": np.float32,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+}
+NAN = np.uint32(0x7FFFFFFF)  # of every f32 operation
+HALF_NAN = np.uint16(0x7FFF)
+UNDEFINED = np.uint32(0x7FABCDEF)  # what a shuffle gets of a lane that has ended
+
+
+def bits_of(type_name: str) -> int:
+    """Return the bits of a type, 1 for predicates."""
+    dtype = TYPES[type_name]
+    return 1 if dtype is np.bool_ else 8 * dtype().itemsize
+
+
+# ---- operands ----
+
+
+def reader(operand: Register | Immediate | Name, type_name: str) -> Read:
+    """Return a function that reads an operand as a type: (lanes,)."""
+    dtype = TYPES[type_name]
+    if isinstance(operand, Immediate):
+        constant = _constant(operand.bits, type_name)
+        return lambda machine, lanes: constant
+    if isinstance(operand, Name):
+        name = operand.text
+        return lambda machine, lanes: machine.named[name][lanes].astype(dtype, copy=False)
+    row = operand.row
+    if operand.bits == bits_of(type_name):
+        return lambda machine, lanes: machine.registers[type_name][row, lanes]
+    stored = _unsigned(operand.bits)
+    return lambda machine, lanes: machine.registers[stored][row, lanes].astype(dtype)
+
+
+def _constant(bits: int, type_name: str) -> np.generic:
+    if type_name == "pred":
+        return np.bool_(bits)
+    width = bits_of(type_name)
+    return UNSIGNED[width](bits & ((1 << width) - 1)).view(TYPES[type_name])
+
+
+def writer(operand: Register | Immediate | Name | Group, type_name: str) -> Write:
+    """Return a function that writes values of a type to a register, which may be wider."""
+    if operand == Name("_"):
+        return lambda machine, lanes, values: None
+    if not isinstance(operand, Register):
+        raise NotImplementedError(f"a result in {operand}")
+    row = operand.row
+    same = operand.bits == bits_of(type_name)
+    stored = type_name if same else _unsigned(operand.bits)
+
+    def write(machine: Machine, lanes: Lanes, values: np.ndarray) -> None:
+        machine.registers[stored][row, lanes] = values
+
+    return write
+
+
+def _unsigned(bits: int) -> str:
+    return "pred" if bits == 1 else f"u{bits}"
+
+
+def full(values: np.ndarray, lanes: Lanes, machine: Machine) -> np.ndarray:
+    """Return the values of an operand, also of a constant, as an array of all lanes."""
+    return np.broadcast_to(values, machine.count(lanes))
+
+
+# ---- arithmetic ----
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Return f32 results with the NaN of a GPU."""
+    values = np.asarray(values)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        values = np.where(is_nan, NAN.view(np.float32), values)
+    return values
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Return a * b + c in f32, rounded once.
+
+    The product is exact in f64. The sum is rounded to odd there, which a second rounding, to 24 of
+    53 bits, cannot tell from the exact sum.
+    """
+    product = a.astype(np.float64) * b.astype(np.float64)
+    addend = np.asarray(c, np.float64)
+    total = np.asarray(product + addend)
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)
+    is_even = total.view(np.uint64) & np.uint64(1) == 0
+    inexact = np.isfinite(total) & (error != 0) & is_even
+    toward = np.where(error > 0, np.inf, -np.inf)
+    total = np.where(inexact, np.nextafter(total, toward), total)
+    return _rounded(total.astype(np.float32))
+
+
+def reciprocal(values: np.ndarray, shift: int) -> np.ndarray:
+    """Return 1 / values, rounded and moved by ``shift`` units in the last place; denormals are 0."""
+    found = np.asarray(np.float32(1) / _flushed(values))
+    moved = (found.view(np.int32) + np.int32(shift)).view(np.float32)
+    found = np.where(np.isfinite(found) & (found != 0), moved, found)
+    return _rounded(_flushed(found))
+
+
+def _flushed(values: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(values) < np.float32(2.0**-126), np.copysign(0, values), values)
+
+
+def _extreme(a: np.ndarray, b: np.ndarray, *, largest: bool) -> np.ndarray:
+    """Return where a is taken of (a, b), neither NaN. -0 is below +0."""
+    if largest:
+        return (a > b) | ((a == b) & ~np.signbit(a))
+    return (a < b) | ((a == b) & np.signbit(a))
+
+
+def extreme_nan(a: np.ndarray, b: np.ndarray, *, largest: bool) -> np.ndarray:
+    """max.NaN.f32 or min.NaN.f32."""
+    found = np.where(_extreme(a, b, largest=largest), a, b)
+    return np.where(np.isnan(a) | np.isnan(b), NAN.view(np.float32), found)
+
+
+def extreme_of_pairs(a: np.ndarray, b: np.ndarray, *, largest: bool, kind: str) -> np.ndarray:
+    """max.NaN or min.NaN of two halves in each 32 bits. kind: "bf16x2" or "f16x2"."""
+    first, second = (np.ascontiguousarray(each).view(np.uint16) for each in (a, b))
+    if kind == "f16x2":
+        x, y = first.view(np.float16), second.view(np.float16)
+    else:
+        x, y = bf16_values(first), bf16_values(second)
+    found = np.where(_extreme(x, y, largest=largest), first, second)
+    return np.where(np.isnan(x) | np.isnan(y), HALF_NAN, found).view(np.uint32)
+
+
+def bf16_values(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Return f32 values as bits of bf16, rounded to nearest even: u16."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), HALF_NAN, rounded)
+
+
+def to_fp16(values: np.ndarray) -> np.ndarray:
+    """Return f32 values as bits of fp16, rounded to nearest even: u16."""
+    bits = np.asarray(values, np.float16).view(np.uint16)
+    return np.where(np.isnan(values), HALF_NAN, bits)
+
+
+def upper_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the upper 32 or 64 bits of products of unsigned numbers."""
+    if a.dtype == np.uint32:
+        return ((a.astype(np.uint64) * b.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    carry = ((a & low) * (b & low)) >> half
+    middle = (a >> half) * (b & low) + carry
+    other = (a & low) * (b >> half) + (middle & low)
+    return (a >> half) * (b >> half) + (middle >> half) + (other >> half)
+
+
+# ---- bits ----
+
+
+def lookup(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
+    """lop3: bit i of the result is bit 4 a_i + 2 b_i + c_i of the table."""
+    total = np.zeros_like(a)
+    for place in range(8):
+        if table >> place & 1:
+            term = a if place & 4 else ~a
+            term = term & (b if place & 2 else ~b)
+            total |= term & (c if place & 1 else ~c)
+    return total
+
+
+def permuted_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """prmt: byte i is byte (selector >> 4i) & 7 of a (0-3) and b (4-7), or its sign 8 times."""
+    both = np.stack([a, b], axis=-1).view(np.uint8)
+    nibbles = (selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)) & np.uint32(15)
+    found = np.take_along_axis(both, (nibbles & np.uint32(7)).view(np.int32), axis=1)
+    if (nibbles & np.uint32(8)).any():
+        signs = np.where(found & np.uint8(128), np.uint8(255), np.uint8(0))
+        found = np.where(nibbles & np.uint32(8), signs, found)
+    return np.ascontiguousarray(found).view(np.uint32)[:, 0]
+
+
+def inserted_bits(
+    field: np.ndarray, into: np.ndarray, position: np.ndarray, length: np.ndarray
+) -> np.ndarray:
+    """bfi: ``length`` bits of field at ``position`` of into."""
+    kind = into.dtype.type
+    width = kind(8 * into.dtype.itemsize)
+    position, length = (each.astype(kind) & kind(255) for each in (position, length))
+    ones = np.where(length >= width, ~kind(0), (kind(1) << np.minimum(length, width - kind(1))) - kind(1))
+    mask = np.where(position >= width, kind(0), ones << np.minimum(position, width - kind(1)))
+    return (into & ~mask) | ((field << np.minimum(position, width - kind(1))) & mask)
+
+
+def bit_lengths(values: np.ndarray) -> np.ndarray:
+    """Return the place of the highest one, counted from 1, of u32: 0 for 0."""
+    return np.frexp(values.astype(np.float64))[1].astype(np.uint32)
+
+
+def reversed_bits(values: np.ndarray) -> np.ndarray:
+    total = np.zeros_like(values)
+    for place in range(32):
+        total |= ((values >> np.uint32(place)) & np.uint32(1)) << np.uint32(31 - place)
+    return total
+
+
+def shifted(values: np.ndarray, amount: np.ndarray, *, left: bool) -> np.ndarray:
+    """shl and shr: by the number of bits or more gives 0, of negative numbers -1."""
+    width = 8 * values.dtype.itemsize
+    inside = np.minimum(amount, np.uint32(width - 1)).astype(values.dtype)
+    if not left and values.dtype.kind == "i":
+        return values >> inside
+    found = values << inside if left else values >> inside
+    return np.where(amount >= width, values.dtype.type(0), found)
+
+
+# ---- instructions ----
+
+_INTEGER = {
+    "add": np.add,
+    "sub": np.subtract,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "neg": np.negative,
+    "min": np.minimum,
+    "max": np.maximum,
+    "div": np.floor_divide,
+    "rem": np.remainder,
+    "mul.lo": np.multiply,
+    "mul.hi": upper_half,
+    "mad.lo": lambda a, b, c: a * b + c,
+}
+_FLOAT = {
+    "add.rn": lambda a, b: _rounded(a + b),
+    "sub.rn": lambda a, b: _rounded(a - b),
+    "mul.rn": lambda a, b: _rounded(a * b),
+    "fma.rn": fused,
+    "abs": np.abs,
+    "neg": np.negative,
+    "max.NaN": lambda a, b: extreme_nan(a, b, largest=True),
+    "min.NaN": lambda a, b: extreme_nan(a, b, largest=False),
+}
+_COMPARISON = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+_ON_WORDS = {
+    "popc": np.bitwise_count,
+    "brev": reversed_bits,
+    "clz": lambda x: np.uint32(32) - bit_lengths(x),
+    # .shiftamt: how far the highest one is from the top
+    "bfind": lambda x: np.where(x == 0, ~np.uint32(0), np.uint32(32) - bit_lengths(x)),
+}
+_ATOMIC = {"add": np.add, "max": np.maximum, "or": np.bitwise_or}
+
+
+def bind(instruction: Instruction) -> Execute:
+    """Return the function that executes an instruction for some lanes."""
+    binder = _BINDERS.get(instruction.name)
+    found = binder(instruction) if binder else None
+    if found is None:
+        raise NotImplementedError(f"PTX: {instruction.text}")
+    return found
+
+
+def _elementwise(instruction: Instruction) -> Execute | None:
+    """An arithmetic function of operands that all have the type of the result."""
+    *modifiers, kind = instruction.modifiers
+    key = ".".join([instruction.name, *modifiers])
+    if kind in ("bf16x2", "f16x2") and key in ("max.NaN", "min.NaN"):
+        largest = instruction.name == "max"
+
+        def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return extreme_of_pairs(a, b, largest=largest, kind=kind)
+    elif kind == "f32":
+        function = _FLOAT.get(key)
+    elif key in ("mul.hi", "div", "rem") and kind[0] != "u":
+        return None
+    elif kind == "pred":
+        function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
+                    "not": np.logical_not}.get(key)  # fmt: skip
+    else:
+        function = _INTEGER.get(key)
+    if function is None:
+        return None
+    destination, *sources = instruction.operands
+    return _applied(function, writer(destination, kind), [reader(each, kind) for each in sources])
+
+
+def _applied(function: Callable[..., np.ndarray], write: Write, reads: list[Read]) -> Execute:
+    if len(reads) == 1:
+        (first,) = reads
+        return lambda machine, lanes: write(machine, lanes, function(first(machine, lanes)))
+    if len(reads) == 2:
+        first, second = reads
+
+        def execute(machine: Machine, lanes: Lanes) -> None:
+            write(machine, lanes, function(first(machine, lanes), second(machine, lanes)))
+
+        return execute
+
+    def execute_all(machine: Machine, lanes: Lanes) -> None:
+        write(machine, lanes, function(*(read(machine, lanes) for read in reads)))
+
+    return execute_all
+
+
+def _multiply(instruction: Instruction) -> Execute | None:
+    if "wide" not in instruction.modifiers:
+        return _elementwise(instruction)
+    kind = instruction.type
+    wide = f"{kind[0]}{2 * bits_of(kind)}"
+    dtype = TYPES[wide]
+    destination, *sources = instruction.operands
+    return _applied(
+        lambda a, b: a.astype(dtype) * b.astype(dtype),
+        writer(destination, wide),
+        [reader(each, kind) for each in sources],
+    )
+
+
+def _reciprocal(instruction: Instruction) -> Execute | None:
+    if instruction.modifiers != ("approx", "ftz", "f32"):
+        return None
+    destination, source = instruction.operands
+    read, write = reader(source, "f32"), writer(destination, "f32")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        write(machine, lanes, reciprocal(read(machine, lanes), machine.reciprocal_shift))
+
+    return execute
+
+
+def _compare(instruction: Instruction) -> Execute | None:
+    if len(instruction.modifiers) != 2:
+        return None
+    comparison, kind = instruction.modifiers
+    destination, *sources = instruction.operands
+    reads = [reader(each, kind) for each in sources]
+    return _applied(_COMPARISON[comparison], writer(destination, "pred"), reads)
+
+
+def _select(instruction: Instruction) -> Execute:
+    kind = instruction.type
+    destination, first, second, chosen = instruction.operands
+    reads = [reader(chosen, "pred"), reader(first, kind), reader(second, kind)]
+    return _applied(np.where, writer(destination, kind), reads)
+
+
+def _shift(instruction: Instruction) -> Execute:
+    kind = instruction.type
+    destination, source, amount = instruction.operands
+    left = instruction.name == "shl"
+    return _applied(
+        lambda values, bits: shifted(values, bits, left=left),
+        writer(destination, kind),
+        [reader(source, kind), reader(amount, "u32")],
+    )
+
+
+def _on_words(instruction: Instruction) -> Execute | None:
+    kind = instruction.type
+    modifiers = ("shiftamt",) if instruction.name == "bfind" else ()
+    if instruction.modifiers[:-1] != modifiers or bits_of(kind) != 32:
+        return None
+    destination, source = instruction.operands
+    return _applied(
+        _ON_WORDS[instruction.name], writer(destination, "u32"), [reader(source, "u32")]
+    )
+
+
+def _lookup(instruction: Instruction) -> Execute:
+    destination, *sources, table = instruction.operands
+    return _applied(
+        lambda a, b, c: lookup(a, b, c, table.bits),
+        writer(destination, "b32"),
+        [reader(each, "b32") for each in sources],
+    )
+
+
+def _permute(instruction: Instruction) -> Execute | None:
+    if instruction.modifiers != ("b32",):
+        return None
+    destination, *sources = instruction.operands
+    reads = [reader(each, "b32") for each in sources]
+    write = writer(destination, "b32")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        values = (full(read(machine, lanes), lanes, machine) for read in reads)
+        write(machine, lanes, permuted_bytes(*values))
+
+    return execute
+
+
+def _insert(instruction: Instruction) -> Execute:
+    kind = instruction.type
+    destination, field, into, position, length = instruction.operands
+    reads = [reader(field, kind), reader(into, kind)]
+    reads += [reader(each, "u32") for each in (position, length)]
+    return _applied(inserted_bits, writer(destination, kind), reads)
+
+
+def _move(instruction: Instruction) -> Execute:
+    """mov and cvta: addresses of all spaces but the shared one are those of the process."""
+    kind = instruction.type
+    destination, source = instruction.operands
+    if not isinstance(destination, Group) and not isinstance(source, Group):
+        return _applied(lambda values: values, writer(destination, kind), [reader(source, kind)])
+    packed, parts = (source, destination) if isinstance(destination, Group) else (destination, source)
+    part_kind = f"b{bits_of(kind) // len(parts.members)}"
+    if packed is source:
+        read = reader(packed, kind)
+        writes = [writer(each, part_kind) for each in parts.members]
+
+        def unpack(machine: Machine, lanes: Lanes) -> None:
+            values = np.ascontiguousarray(full(read(machine, lanes), lanes, machine))
+            columns = values.view(TYPES[part_kind]).reshape(len(values), len(writes))
+            for place, write in enumerate(writes):
+                write(machine, lanes, columns[:, place])
+
+        return unpack
+    write_packed = writer(packed, kind)
+    reads = [reader(each, part_kind) for each in parts.members]
+
+    def pack(machine: Machine, lanes: Lanes) -> None:
+        columns = [full(read(machine, lanes), lanes, machine) for read in reads]
+        write_packed(machine, lanes, np.stack(columns, axis=-1).view(TYPES[kind])[:, 0])
+
+    return pack
+
+
+def _convert(instruction: Instruction) -> Execute | None:
+    *rounding, to, source_kind = instruction.modifiers
+    destination, *sources = instruction.operands
+    if to in ("bf16x2", "f16x2"):
+        return _convert_pair(instruction, to_bf16 if to == "bf16x2" else to_fp16)
+    if source_kind == "f16" and to == "f32" and not rounding:
+        return _applied(
+            lambda bits: _rounded(bits.view(np.float16).astype(np.float32)),
+            writer(destination, "f32"),
+            [reader(sources[0], "u16")],
+        )
+    if "f" in to + source_kind and (rounding, to, source_kind[0]) != (["rn"], "f32", "u"):
+        return None
+    dtype = TYPES[to]
+    return _applied(
+        lambda values: values.astype(dtype), writer(destination, to), [reader(sources[0], source_kind)]
+    )
+
+
+def _convert_pair(
+    instruction: Instruction, half: Callable[[np.ndarray], np.ndarray]
+) -> Execute | None:
+    """cvt.rn.bf16x2.f32 and cvt.rn.f16x2.f32: the first source is the upper half."""
+    if instruction.modifiers[0] != "rn" or len(instruction.modifiers) != 3:
+        return None
+    destination, upper, lower = instruction.operands
+    return _applied(
+        lambda a, b: half(a).astype(np.uint32) << np.uint32(16) | half(b),
+        writer(destination, "b32"),
+        [reader(upper, "f32"), reader(lower, "f32")],
+    )
+
+
+# ---- memory ----
+
+
+def _address_of(operand: Address) -> Read:
+    """Return a function that computes an address: (lanes,) u64."""
+    offset = np.uint64(operand.offset % (1 << 64))
+    bits = operand.base.bits if isinstance(operand.base, Register) else 64
+    read = reader(operand.base, f"u{bits}")
+
+    def address(machine: Machine, lanes: Lanes) -> np.ndarray:
+        return np.asarray(read(machine, lanes)).astype(np.uint64) + offset
+
+    return address
+
+
+def space_of(instruction: Instruction) -> str:
+    """Return "global", "shared", "local" or "param"; "generic" addresses are of any but shared."""
+    spaces = {"global", "shared", "local", "param"}.intersection(instruction.modifiers)
+    return spaces.pop() if spaces else "generic"
+
+
+def _access(instruction: Instruction) -> Execute:
+    """ld and st, of one or more neighbouring words."""
+    kind = instruction.type
+    is_load = instruction.name == "ld"
+    registers, memory = instruction.operands if is_load else instruction.operands[::-1]
+    members = registers.members if isinstance(registers, Group) else (registers,)
+    bits = bits_of(kind)
+    address_of = _address_of(memory)
+    steps = [np.uint64(place * bits // 8) for place in range(len(members))]
+    is_shared = space_of(instruction) == "shared"
+    if is_load:
+        writes = [writer(each, kind) for each in members]
+
+        def load(machine: Machine, lanes: Lanes) -> None:
+            space = machine.shared if is_shared else machine.memory
+            numbers = machine.numbers(lanes)
+            address = address_of(machine, lanes)
+            check_alignment(address, len(members) * bits // 8)
+            found = [space.load(address + step, bits, numbers) for step in steps]
+            for write, words in zip(writes, found, strict=True):
+                write(machine, lanes, words.view(TYPES[kind]))
+
+        return load
+    reads = [reader(each, kind) for each in members]
+
+    def store(machine: Machine, lanes: Lanes) -> None:
+        space = machine.shared if is_shared else machine.memory
+        numbers = machine.numbers(lanes)
+        address = address_of(machine, lanes)
+        check_alignment(address, len(members) * bits // 8)
+        for step, read in zip(steps, reads, strict=True):
+            words = np.asarray(read(machine, lanes)).view(UNSIGNED[bits])
+            space.store(address + step, words, bits, numbers)
+
+    return store
+
+
+def _combine(instruction: Instruction) -> Execute | None:
+    """atom. The old values, which no kernel uses, are undefined."""
+    *modifiers, operation, kind = instruction.modifiers
+    destination, memory, source = instruction.operands
+    if operation not in _ATOMIC:
+        return None
+    address_of, read, ufunc = _address_of(memory), reader(source, kind), _ATOMIC[operation]
+    write = writer(destination, "u32")
+    is_shared = "shared" in modifiers
+
+    def combine(machine: Machine, lanes: Lanes) -> None:
+        space = machine.shared if is_shared else machine.memory
+        values = full(read(machine, lanes), lanes, machine)
+        address = address_of(machine, lanes)
+        check_alignment(address, bits_of(kind) // 8)
+        space.combine(ufunc, address, values, bits_of(kind), machine.numbers(lanes))
+        write(machine, lanes, UNDEFINED)
+
+    return combine
+
+
+# ---- between lanes ----
+
+
+def _shuffle(instruction: Instruction) -> Execute | None:
+    if instruction.modifiers not in (("sync", "bfly", "b32"), ("sync", "idx", "b32")):
+        return None
+    is_butterfly = instruction.modifiers[1] == "bfly"
+    destination, value, place, clamp, _ = instruction.operands
+    members = destination.members if isinstance(destination, Group) else (destination,)
+    write = writer(members[0], "b32")
+    write_inside = writer(members[1], "pred") if len(members) == 2 else None
+    reads = [reader(each, "u32") for each in (value, place, clamp)]
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        values, places, clamps = (full(read(machine, lanes), lanes, machine) for read in reads)
+        numbers = machine.numbers(lanes)
+        lane = (numbers % 32).astype(np.uint32)
+        segment = (clamps >> np.uint32(8)) & np.uint32(31)
+        last = (lane & segment) | (clamps & np.uint32(31) & ~segment)
+        if is_butterfly:
+            source = lane ^ places
+        else:
+            source = (lane & segment) | (places & ~segment & np.uint32(31))
+        is_inside = source <= last
+        source = np.where(is_inside, source, lane)
+        left = np.full(machine.lanes, UNDEFINED)
+        left[numbers] = values
+        write(machine, lanes, left[numbers - lane + source])
+        if write_inside:
+            write_inside(machine, lanes, is_inside)
+
+    return execute
+
+
+def _largest_of_warp(instruction: Instruction) -> Execute | None:
+    if instruction.modifiers != ("sync", "max", "u32"):
+        return None
+    destination, value, _ = instruction.operands
+    read, write = reader(value, "u32"), writer(destination, "u32")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        values = full(read(machine, lanes), lanes, machine)
+        warp = machine.numbers(lanes) // 32
+        starts = np.flatnonzero(np.diff(warp, prepend=-1))
+        largest = np.maximum.reduceat(values, starts)
+        write(machine, lanes, largest.repeat(np.diff(starts, append=len(warp))))
+
+    return execute
+
+
+def _barrier(instruction: Instruction) -> Execute | None:
+    """The lanes of a block or warp have met: ``machine`` waits for them."""
+    if instruction.modifiers not in (("sync",), ("warp", "sync")):
+        return None
+    of_block = "warp" not in instruction.modifiers
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        machine.shared.pass_barrier(machine.numbers(lanes), of_block=of_block)
+
+    return execute
+
+
+_BINDERS: dict[str, Callable[[Instruction], Execute | None]] = {
+    **{key.partition(".")[0]: _elementwise for key in (*_INTEGER, *_FLOAT)},
+    **dict.fromkeys(_ON_WORDS, _on_words),
+    "mul": _multiply,
+    "rcp": _reciprocal,
+    "setp": _compare,
+    "selp": _select,
+    "shl": _shift,
+    "shr": _shift,
+    "lop3": _lookup,
+    "prmt": _permute,
+    "bfi": _insert,
+    "mov": _move,
+    "cvta": _move,
+    "cvt": _convert,
+    "ld": _access,
+    "st": _access,
+    "atom": _combine,
+    "shfl": _shuffle,
+    "redux": _largest_of_warp,
+    "bar": _barrier,
+}

@@ -37,7 +37,10 @@ class ProcessMemory:
         self, ufunc: np.ufunc, address: np.ndarray, values: np.ndarray, bits: int, lanes: np.ndarray
     ) -> None:
         """Atomic operation: combine words with values, one lane after the other."""
-        ufunc.at(_PROCESS[bits], _index(address, bits), values)
+        places, inverse = np.unique(_index(address, bits), return_inverse=True)
+        words = _PROCESS[bits][places]
+        ufunc.at(words, inverse, values)
+        _PROCESS[bits][places] = words
 
 
 def _index(address: np.ndarray, bits: int) -> np.ndarray:

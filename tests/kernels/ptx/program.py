@@ -181,5 +181,5 @@ class _Parser:
         if text.startswith("0f"):
             return Immediate(int(text[2:], 16))
         if text.lstrip("-")[0].isdigit():
-            return Immediate(int(text, 0) % (1 << 64))
+            return Immediate(int(text.rstrip("U"), 0) % (1 << 64))
         return Name(text)

@@ -59,10 +59,10 @@ _UNIT = 2
 class SharedMemory:
     """Shared memory of several blocks, and a detector of races.
 
-    Two accesses to a word by different lanes of which one writes are ordered by a barrier of the
-    block, or, within a warp, by a barrier of the warp; otherwise they are a race. Of several readers
-    the last one is remembered, so a race may be missed; none is invented. Atomic operations do not
-    race with each other.
+    Two accesses to a word by different lanes, of which one writes, are ordered by a barrier of the
+    block or, within a warp, of the warp; otherwise they are a race. Of several readers the last one
+    is remembered, so a race may be missed; none is invented. Atomic operations do not race with
+    each other.
 
     block_of_lane, warp_of_lane: (lanes,) i64.
     """

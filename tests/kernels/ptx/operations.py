@@ -3,8 +3,8 @@
 ``bind`` makes such a function of every instruction that the kernels are compiled to; any other one
 is a NotImplementedError, as is arithmetic that flushes denormals. Control flow is in ``machine``.
 
-Registers of a size are one array of unsigned integers (registers, lanes), which an instruction reads
-as the type that it names.
+Registers of a size are one array (registers, lanes), which an instruction reads as the type that it
+names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ Write = Callable[["Machine", "Lanes", np.ndarray], None]
 TYPES: dict[str, type] = {
     "pred": np.bool_,
     **{f"{letter}{bits}": dtype for letter in "bu" for bits, dtype in UNSIGNED.items()},
-    **{f"s{8 << place}": dtype for place, dtype in enumerate((np.int8, np.int16, np.int32, np.int64))},
+    **{
+        f"s{8 << place}": dtype
+        for place, dtype in enumerate((np.int8, np.int16, np.int32, np.int64))
+    },
     "f32": np.float32,
     "f16x2": np.uint32,
     "bf16x2": np.uint32,
@@ -125,7 +128,7 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def reciprocal(values: np.ndarray, shift: int) -> np.ndarray:
-    """Return 1 / values, rounded and moved by ``shift`` units in the last place; denormals are 0."""
+    """Return 1 / values, moved by ``shift`` units in the last place. Denormals are zeros."""
     found = np.asarray(np.float32(1) / _flushed(values))
     moved = (found.view(np.int32) + np.int32(shift)).view(np.float32)
     found = np.where(np.isfinite(found) & (found != 0), moved, found)
@@ -219,11 +222,13 @@ def inserted_bits(
 ) -> np.ndarray:
     """bfi: ``length`` bits of field at ``position`` of into."""
     kind = into.dtype.type
-    width = kind(8 * into.dtype.itemsize)
+    one, width = kind(1), kind(8 * into.dtype.itemsize)
     position, length = (each.astype(kind) & kind(255) for each in (position, length))
-    ones = np.where(length >= width, ~kind(0), (kind(1) << np.minimum(length, width - kind(1))) - kind(1))
-    mask = np.where(position >= width, kind(0), ones << np.minimum(position, width - kind(1)))
-    return (into & ~mask) | ((field << np.minimum(position, width - kind(1))) & mask)
+    inside = np.minimum(position, width - one)
+    ones = (one << np.minimum(length, width - one)) - one
+    ones = np.where(length >= width, ~kind(0), ones)
+    mask = np.where(position >= width, kind(0), ones << inside)
+    return (into & ~mask) | ((field << inside) & mask)
 
 
 def bit_lengths(values: np.ndarray) -> np.ndarray:
@@ -444,29 +449,39 @@ def _move(instruction: Instruction) -> Execute:
     """mov and cvta: addresses of all spaces but the shared one are those of the process."""
     kind = instruction.type
     destination, source = instruction.operands
-    if not isinstance(destination, Group) and not isinstance(source, Group):
-        return _applied(lambda values: values, writer(destination, kind), [reader(source, kind)])
-    packed, parts = (source, destination) if isinstance(destination, Group) else (destination, source)
+    if isinstance(destination, Group):
+        return _unpack(destination, source, kind)
+    if isinstance(source, Group):
+        return _pack(destination, source, kind)
+    return _applied(lambda values: values, writer(destination, kind), [reader(source, kind)])
+
+
+def _unpack(parts: Group, packed: Register, kind: str) -> Execute:
+    """mov of a register into its parts, the lowest bits first."""
     part_kind = f"b{bits_of(kind) // len(parts.members)}"
-    if packed is source:
-        read = reader(packed, kind)
-        writes = [writer(each, part_kind) for each in parts.members]
+    read = reader(packed, kind)
+    writes = [writer(each, part_kind) for each in parts.members]
 
-        def unpack(machine: Machine, lanes: Lanes) -> None:
-            values = np.ascontiguousarray(full(read(machine, lanes), lanes, machine))
-            columns = values.view(TYPES[part_kind]).reshape(len(values), len(writes))
-            for place, write in enumerate(writes):
-                write(machine, lanes, columns[:, place])
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        values = np.ascontiguousarray(full(read(machine, lanes), lanes, machine))
+        columns = values.view(TYPES[part_kind]).reshape(len(values), len(writes))
+        for place, write in enumerate(writes):
+            write(machine, lanes, columns[:, place])
 
-        return unpack
-    write_packed = writer(packed, kind)
+    return execute
+
+
+def _pack(packed: Register, parts: Group, kind: str) -> Execute:
+    """mov of parts into a register, the lowest bits first."""
+    part_kind = f"b{bits_of(kind) // len(parts.members)}"
+    write = writer(packed, kind)
     reads = [reader(each, part_kind) for each in parts.members]
 
-    def pack(machine: Machine, lanes: Lanes) -> None:
+    def execute(machine: Machine, lanes: Lanes) -> None:
         columns = [full(read(machine, lanes), lanes, machine) for read in reads]
-        write_packed(machine, lanes, np.stack(columns, axis=-1).view(TYPES[kind])[:, 0])
+        write(machine, lanes, np.stack(columns, axis=-1).view(TYPES[kind])[:, 0])
 
-    return pack
+    return execute
 
 
 def _convert(instruction: Instruction) -> Execute | None:
@@ -484,7 +499,9 @@ def _convert(instruction: Instruction) -> Execute | None:
         return None
     dtype = TYPES[to]
     return _applied(
-        lambda values: values.astype(dtype), writer(destination, to), [reader(sources[0], source_kind)]
+        lambda values: values.astype(dtype),
+        writer(destination, to),
+        [reader(sources[0], source_kind)],
     )
 
 

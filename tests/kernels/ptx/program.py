@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Register(NamedTuple):
-    """bits: 1 for predicates, else 16, 32 or 64. row: its place among the registers of that size."""
+    """bits: 1 for predicates, else 16, 32 or 64. row: its place among those of that size."""
 
     bits: int
     row: int

@@ -1,4 +1,4 @@
-"""The PTX interpreter itself: arithmetic against Python's integers and fractions, and small kernels.
+"""The PTX interpreter: arithmetic against Python's integers and fractions, and small kernels.
 
 Needs no NVRTC.
 """

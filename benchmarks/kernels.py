@@ -26,7 +26,7 @@ import report
 import torch
 
 from ds_quant.codec.bound import BoundCodec, Rotation, encode
-from ds_quant.codec.codec import CAST_NAMES, Codec, GroupCodec
+from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
 from ds_quant.kernels import dispatch, lossless
 from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
 from ds_quant.kernels.dispatch import Operations, RngState
@@ -60,6 +60,7 @@ CODECS = (
     GroupCodec(bits=4, group_size=1024, levels="learned"),
     GroupCodec(bits=3, group_size=128, range="gaussian"),
 )
+EXACT = CastCodec()  # of tensors that are not quantized
 
 Call = Callable[[int], object]  # runs an operation on the set of tensors with this index
 
@@ -132,9 +133,7 @@ class Bench:
             },
         )
 
-    def encode(
-        self, codec: GroupCodec, numel: int, dtype: torch.dtype, block: int = 0
-    ) -> Operation:
+    def encode(self, codec: Codec, numel: int, dtype: torch.dtype, block: int = 0) -> Operation:
         """Encode `numel` values. block: elements of a rotation block, 0: no rotation."""
         buffers = [self.random(numel, dtype), self.bytes(codec.wire_bytes(numel))]
         name = "rotate and encode" if block else "encode"
@@ -162,9 +161,7 @@ class Bench:
             tasks.append((operation, (index * room, index * wire_bytes, 0)))
         return tasks, buffers
 
-    def decode(
-        self, codec: GroupCodec, numel: int, dtype: torch.dtype, sources: int = 1
-    ) -> Operation:
+    def decode(self, codec: Codec, numel: int, dtype: torch.dtype, sources: int = 1) -> Operation:
         """Decode a row, or the sum of several: ``sources`` rows -> `numel` values."""
         buffers = [self.wire(codec, numel, sources), torch.empty_like(self.random(numel, dtype))]
         if sources == 1:
@@ -343,6 +340,10 @@ def operations(bench: Bench, nbytes: int, dtype: torch.dtype, chosen: str) -> It
         numel = numel_for(nbytes, SOURCES * wire_bytes + 0.5)
         target = codec if codec.is_gaussian else absmax(4, codec.group_size, "stochastic")
         yield partial(bench.recode, codec, target, numel)
+    if chosen in EXACT.name:
+        yield partial(bench.encode, EXACT, numel_for(nbytes, dtype.itemsize + 2), dtype)
+        numel = numel_for(nbytes, dtype.itemsize + SOURCES * 2)
+        yield partial(bench.decode, EXACT, numel, dtype, SOURCES)
     if chosen in "lossless" and dtype in lossless.EXPONENT:
         numel = numel_for(nbytes, 2 * dtype.itemsize + 0.4)  # a difference has about 3 bits
         for name in ("encode", "decode"):

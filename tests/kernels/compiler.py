@@ -69,14 +69,14 @@ def report(launch: Launch, architecture: str, *, count: bool = True) -> Report:
     cubin, log = _compile(source(launch.kernel), options)
     spills = sum(int(number) for number in _SPILLS.findall(log))
     registers, stack = (int(pattern.search(log)[1]) for pattern in (_REGISTERS, _STACK))
-    opcodes = _disassemble(cubin) if count else None
-    if opcodes is None:
+    found = _disassemble(cubin) if count else None
+    if found is None:
         return Report(registers, spills, stack, None, None, None, None)
-    loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
+    loads = [opcode for opcode in found if opcode.startswith("LDG")]
     wide = sum(".128" in opcode for opcode in loads)
-    instructions = sum(opcode != "NOP" for opcode in opcodes)
+    instructions = sum(opcode != "NOP" for opcode in found)
     # F2I is part of every integer division.
-    flushing = sum(".FTZ" in opcode and not opcode.startswith("F2I") for opcode in opcodes)
+    flushing = sum(".FTZ" in opcode and not opcode.startswith("F2I") for opcode in found)
     return Report(registers, spills, stack, instructions, wide, len(loads) - wide, flushing)
 
 
@@ -87,6 +87,20 @@ def ptx(text: str, macros: tuple[tuple[str, int], ...], architecture: str) -> st
     with _compiled(text, options) as program:
         library = _nvrtc()
         return _read(library.nvrtcGetPTXSize, library.nvrtcGetPTX, program).rstrip(b"\0").decode()
+
+
+def opcodes(text: str, macros: tuple[tuple[str, int], ...], architecture: str) -> list[str]:
+    """Return the machine instructions of a kernel in order, without padding.
+
+    Raises:
+        RuntimeError: it does not compile, or nvdisasm is not installed.
+    """
+    defines = [f"-D{name}={value}" for name, value in macros]
+    cubin, _ = _compile(text, [*_AS_CUPY, f"-arch=sm_{architecture}", *defines])
+    found = _disassemble(cubin)
+    if found is None:
+        raise RuntimeError("counting needs nvdisasm: pip install ds_quant[nvrtc]")
+    return [opcode for opcode in found if opcode != "NOP"]
 
 
 def nvrtc_version() -> str | None:

@@ -50,7 +50,7 @@ class Kernel:
 
         Returns:
             Executed instructions by class, of all lanes: a warp counts 32 also where fewer take
-            part, as an instruction takes its time for all of them.
+            part, as its instruction takes as long.
         """
         argument = ctypes.create_string_buffer(job, len(job) + 16)
         executed: Counter[str] = Counter()
@@ -67,12 +67,12 @@ class Kernel:
 
 
 class Blocks(NamedTuple):
-    """Blocks that run at once. first: number of the first one."""
+    """Blocks that run at once. first: index of the first one. at_once: how many."""
 
     grid: tuple[int, int]
     threads: int
     first: int
-    count: int
+    at_once: int
 
 
 class Machine:
@@ -87,7 +87,7 @@ class Machine:
     ) -> None:
         self.kernel = kernel
         self.reciprocal_shift = reciprocal_shift
-        self.lanes = blocks.count * blocks.threads
+        self.lanes = blocks.at_once * blocks.threads
         lane = np.arange(self.lanes)
         self._block = lane // blocks.threads
         self._warp = lane // WARP

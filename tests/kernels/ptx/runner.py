@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from ds_quant.kernels import cuda
 from ds_quant.kernels.launch import Launch, Table
@@ -11,13 +12,22 @@ from tests.kernels import compiler
 from tests.kernels.ptx.machine import Kernel
 from tests.kernels.ptx.program import parse
 
+Key = tuple[str, tuple[tuple[str, int], ...]]  # a kernel and its macros
+
+
+class Counts(NamedTuple):
+    """Executed instructions of a kernel by class, see Kernel.launch, and those of its text."""
+
+    by_class: Counter[str]
+    static: int
+
 
 class Runner:
     """Compiles kernels to PTX, each once, and executes it.
 
     architecture: "80", "90" or "100".
     source: returns the text of a kernel. reciprocal_shift: see Kernel.launch.
-    executed: instructions by class, see Kernel.launch.
+    executed: per kernel, since the last call of ``forget_counts``.
     """
 
     def __init__(
@@ -29,10 +39,12 @@ class Runner:
     ) -> None:
         self.architecture = architecture
         self.reciprocal_shift = reciprocal_shift
-        self.launched: list[tuple[str, tuple[tuple[str, int], ...]]] = []  # kernels and macros
-        self.executed: Counter[str] = Counter()
+        self.executed: dict[Key, Counts] = {}
         self._source = source
-        self._kernels: dict[tuple[str, tuple[tuple[str, int], ...]], Kernel] = {}
+        self._kernels: dict[Key, Kernel] = {}
+
+    def forget_counts(self) -> None:
+        self.executed = {}
 
     def run_tables(self, tables: Iterable[Table]) -> None:
         for table in tables:
@@ -41,10 +53,12 @@ class Runner:
 
     def _launch(self, launch: Launch) -> None:
         key = (launch.kernel, launch.macros)
-        self.launched.append(key)
         if key not in self._kernels:
             text = compiler.ptx(self._source(launch.kernel), launch.macros, self.architecture)
             self._kernels[key] = Kernel(parse(text))
-        self.executed += self._kernels[key].launch(
+        kernel = self._kernels[key]
+        counts = self.executed.setdefault(key, Counts(Counter(), len(kernel.classes)))
+        executed = kernel.launch(
             launch.grid, launch.threads, launch.job, reciprocal_shift=self.reciprocal_shift
         )
+        counts.by_class.update(executed)

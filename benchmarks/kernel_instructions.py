@@ -97,10 +97,11 @@ COUNTED = "90"  # the architecture whose classes are shown
 # ---- counting ----
 
 
-def count(architecture: str) -> list[dict[str, Any]]:
+def count(architecture: str, codecs: str = "") -> list[dict[str, Any]]:
     """Return a row per operation: executed PTX by class, machine instructions by pipe.
 
     All per element. Progress goes to the standard error.
+    codecs: only those whose name contains this.
     """
     from ds_quant.kernels import dispatch
     from tests.kernels.ptx.runner import Runner
@@ -108,7 +109,7 @@ def count(architecture: str) -> list[dict[str, Any]]:
     runner = Runner(architecture)
     bench = kernels.Bench(torch.device("cpu"), 0, ("auto",))
     rows = []
-    for make in kernels.operations(bench, NBYTES, torch.bfloat16, ""):
+    for make in kernels.operations(bench, NBYTES, torch.bfloat16, codecs):
         operation = make()
         runner.forget_counts()
         with patch.object(dispatch, "cuda_runner", lambda *_: runner), torch.no_grad():

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tests.kernels.ptx import operations
+from tests.kernels.ptx import arithmetic
 from tests.kernels.ptx.machine import Kernel
 from tests.kernels.ptx.memory import MemoryFault
 from tests.kernels.ptx.program import parse
@@ -36,7 +36,7 @@ def test_a_fused_product_and_sum_is_rounded_once() -> None:
     # The product lies halfway between two numbers, all but for an addend beyond the digits of f64.
     a[0], b[0], c[0] = 1 + 2**-12, 1 + 2**-12, 2**-80
     a[1], b[1], c[1] = 1 + 2**-12, 1 + 2**-12, -(2**-80)
-    found = operations.fused(a, b, c)
+    found = arithmetic.fused(a, b, c)
     for numbers, result in zip(zip(a, b, c, strict=True), found, strict=True):
         x, y, z = (Fraction(float(number)) for number in numbers)
         assert result == nearest(x * y + z)
@@ -49,22 +49,22 @@ def test_integers_beyond_a_word(dtype: type, bits: int) -> None:
     numbers = [0, 1, top, top - 1, 1 << (bits - 1), 0x0123456789ABCDEF & top]
     pairs = np.array(list(product(numbers, numbers)), dtype)
     a, b = pairs[:, 0].copy(), pairs[:, 1].copy()
-    assert operations.upper_half(a, b).tolist() == [
+    assert arithmetic.upper_half(a, b).tolist() == [
         int(x) * int(y) >> bits for x, y in zip(a, b, strict=True)
     ]
     position = np.full(len(a), bits - 4, np.uint32)
     length = np.full(len(a), 8, np.uint32)
     mask = 0xF << (bits - 4)
-    assert operations.inserted_bits(a, b, position, length).tolist() == [
+    assert arithmetic.inserted_bits(a, b, position, length).tolist() == [
         int(y) & ~mask & top | int(x) << (bits - 4) & mask for x, y in zip(a, b, strict=True)
     ]
     for amount in (0, 1, bits - 1, bits, 4_000_000_000):
         shift = np.uint32(amount)
-        assert operations.shifted(a, shift, left=True).tolist() == [
+        assert arithmetic.shifted(a, shift, left=True).tolist() == [
             int(x) << min(amount, bits) & top for x in a
         ]
         signed = a.view(f"i{bits // 8}")
-        assert operations.shifted(signed, shift, left=False).tolist() == [
+        assert arithmetic.shifted(signed, shift, left=False).tolist() == [
             int(x) >> min(amount, bits) for x in signed
         ]
 
@@ -72,7 +72,7 @@ def test_integers_beyond_a_word(dtype: type, bits: int) -> None:
 def test_bytes_and_bits_of_words() -> None:
     words = GENERATOR.integers(0, 1 << 32, 64, dtype=np.uint32)
     a, b, selector = words[:20], words[20:40], words[40:60]
-    permuted = operations.permuted_bytes(a, b, selector)
+    permuted = arithmetic.permuted_bytes(a, b, selector)
     for x, y, code, found in zip(a, b, selector, permuted, strict=True):
         both = struct.pack("<II", x, y)
         wanted = bytearray()
@@ -82,8 +82,8 @@ def test_bytes_and_bits_of_words() -> None:
             wanted.append(255 * (byte >> 7) if nibble & 8 else byte)
         assert found == int.from_bytes(wanted, "little")
     numbers = np.append(words, np.array([0, 1, (1 << 32) - 1], np.uint32))
-    assert operations.bit_lengths(numbers).tolist() == [int(x).bit_length() for x in numbers]
-    assert operations.reversed_bits(numbers).tolist() == [
+    assert arithmetic.bit_lengths(numbers).tolist() == [int(x).bit_length() for x in numbers]
+    assert arithmetic.reversed_bits(numbers).tolist() == [
         int(f"{int(x):032b}"[::-1], 2) for x in numbers
     ]
     for table in (0xEA, 0x96, 0x78, 0xD2):
@@ -93,16 +93,16 @@ def test_bytes_and_bits_of_words() -> None:
             first, second, third = bits
             index = 4 * first + 2 * second + third
             wanted |= ((np.uint32(table) >> index) & np.uint32(1)) << np.uint32(place)
-        assert (operations.lookup(a, b, selector, table) == wanted).all()
+        assert (arithmetic.lookup(a, b, selector, table) == wanted).all()
 
 
 def test_extremes_of_numbers_keep_nan_and_the_sign_of_zeros() -> None:
     a = np.array([0.0, -0.0, np.nan, 1.0, -np.inf], np.float32)
     b = np.array([-0.0, 0.0, 1.0, np.nan, 2.0], np.float32)
     bits = [0, 0, 0x7FFFFFFF, 0x7FFFFFFF, 0x40000000]
-    assert operations.extreme_nan(a, b, largest=True).view(np.uint32).tolist() == bits
+    assert arithmetic.extreme_nan(a, b, largest=True).view(np.uint32).tolist() == bits
     bits = [1 << 31, 1 << 31, 0x7FFFFFFF, 0x7FFFFFFF, 0xFF800000]
-    assert operations.extreme_nan(a, b, largest=False).view(np.uint32).tolist() == bits
+    assert arithmetic.extreme_nan(a, b, largest=False).view(np.uint32).tolist() == bits
 
 
 # ---- small kernels ----

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tests.kernels.ptx import arithmetic
 from tests.kernels.ptx.memory import UNSIGNED, check_alignment
 from tests.kernels.ptx.program import Address, Group, Immediate, Instruction, Name, Register
 
@@ -35,8 +36,6 @@ TYPES: dict[str, type] = {
     "f16x2": np.uint32,
     "bf16x2": np.uint32,
 }
-NAN = np.uint32(0x7FFFFFFF)  # of every f32 operation
-HALF_NAN = np.uint16(0x7FFF)
 UNDEFINED = np.uint32(0x7FABCDEF)  # what a shuffle gets of a lane that has ended
 
 
@@ -97,162 +96,6 @@ def full(values: np.ndarray, lanes: Lanes, machine: Machine) -> np.ndarray:
     return np.broadcast_to(values, machine.count(lanes))
 
 
-# ---- arithmetic ----
-
-
-def _rounded(values: np.ndarray) -> np.ndarray:
-    """Return f32 results with the NaN of a GPU."""
-    values = np.asarray(values)
-    is_nan = np.isnan(values)
-    if is_nan.any():
-        values = np.where(is_nan, NAN.view(np.float32), values)
-    return values
-
-
-def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return a * b + c in f32, rounded once.
-
-    The product is exact in f64. The sum is rounded to odd there, which a second rounding, to 24 of
-    53 bits, cannot tell from the exact sum.
-    """
-    product = a.astype(np.float64) * b.astype(np.float64)
-    addend = np.asarray(c, np.float64)
-    total = np.asarray(product + addend)
-    virtual = total - product
-    error = (product - (total - virtual)) + (addend - virtual)
-    is_even = total.view(np.uint64) & np.uint64(1) == 0
-    inexact = np.isfinite(total) & (error != 0) & is_even
-    toward = np.where(error > 0, np.inf, -np.inf)
-    total = np.where(inexact, np.nextafter(total, toward), total)
-    return _rounded(total.astype(np.float32))
-
-
-def reciprocal(values: np.ndarray, shift: int) -> np.ndarray:
-    """Return 1 / values, moved by ``shift`` units in the last place. Denormals are zeros."""
-    found = np.asarray(np.float32(1) / _flushed(values))
-    moved = (found.view(np.int32) + np.int32(shift)).view(np.float32)
-    found = np.where(np.isfinite(found) & (found != 0), moved, found)
-    return _rounded(_flushed(found))
-
-
-def _flushed(values: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(values) < np.float32(2.0**-126), np.copysign(0, values), values)
-
-
-def _extreme(a: np.ndarray, b: np.ndarray, *, largest: bool) -> np.ndarray:
-    """Return where a is taken of (a, b), neither NaN. -0 is below +0."""
-    if largest:
-        return (a > b) | ((a == b) & ~np.signbit(a))
-    return (a < b) | ((a == b) & np.signbit(a))
-
-
-def extreme_nan(a: np.ndarray, b: np.ndarray, *, largest: bool) -> np.ndarray:
-    """max.NaN.f32 or min.NaN.f32."""
-    found = np.where(_extreme(a, b, largest=largest), a, b)
-    return np.where(np.isnan(a) | np.isnan(b), NAN.view(np.float32), found)
-
-
-def extreme_of_pairs(a: np.ndarray, b: np.ndarray, *, largest: bool, kind: str) -> np.ndarray:
-    """max.NaN or min.NaN of two halves in each 32 bits. kind: "bf16x2" or "f16x2"."""
-    first, second = (np.ascontiguousarray(each).view(np.uint16) for each in (a, b))
-    if kind == "f16x2":
-        x, y = first.view(np.float16), second.view(np.float16)
-    else:
-        x, y = bf16_values(first), bf16_values(second)
-    found = np.where(_extreme(x, y, largest=largest), first, second)
-    return np.where(np.isnan(x) | np.isnan(y), HALF_NAN, found).view(np.uint32)
-
-
-def bf16_values(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def to_bf16(values: np.ndarray) -> np.ndarray:
-    """Return f32 values as bits of bf16, rounded to nearest even: u16."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(values), HALF_NAN, rounded)
-
-
-def to_fp16(values: np.ndarray) -> np.ndarray:
-    """Return f32 values as bits of fp16, rounded to nearest even: u16."""
-    bits = np.asarray(values, np.float16).view(np.uint16)
-    return np.where(np.isnan(values), HALF_NAN, bits)
-
-
-def upper_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the upper 32 or 64 bits of products of unsigned numbers."""
-    if a.dtype == np.uint32:
-        return ((a.astype(np.uint64) * b.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    carry = ((a & low) * (b & low)) >> half
-    middle = (a >> half) * (b & low) + carry
-    other = (a & low) * (b >> half) + (middle & low)
-    return (a >> half) * (b >> half) + (middle >> half) + (other >> half)
-
-
-# ---- bits ----
-
-
-def lookup(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
-    """lop3: bit i of the result is bit 4 a_i + 2 b_i + c_i of the table."""
-    total = np.zeros_like(a)
-    for place in range(8):
-        if table >> place & 1:
-            term = a if place & 4 else ~a
-            term = term & (b if place & 2 else ~b)
-            total |= term & (c if place & 1 else ~c)
-    return total
-
-
-def permuted_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """prmt: byte i is byte (selector >> 4i) & 7 of a (0-3) and b (4-7), or its sign 8 times."""
-    both = np.stack([a, b], axis=-1).view(np.uint8)
-    nibbles = (selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)) & np.uint32(15)
-    found = np.take_along_axis(both, (nibbles & np.uint32(7)).view(np.int32), axis=1)
-    if (nibbles & np.uint32(8)).any():
-        signs = np.where(found & np.uint8(128), np.uint8(255), np.uint8(0))
-        found = np.where(nibbles & np.uint32(8), signs, found)
-    return np.ascontiguousarray(found).view(np.uint32)[:, 0]
-
-
-def inserted_bits(
-    field: np.ndarray, into: np.ndarray, position: np.ndarray, length: np.ndarray
-) -> np.ndarray:
-    """bfi: ``length`` bits of field at ``position`` of into."""
-    kind = into.dtype.type
-    one, width = kind(1), kind(8 * into.dtype.itemsize)
-    position, length = (each.astype(kind) & kind(255) for each in (position, length))
-    inside = np.minimum(position, width - one)
-    ones = (one << np.minimum(length, width - one)) - one
-    ones = np.where(length >= width, ~kind(0), ones)
-    mask = np.where(position >= width, kind(0), ones << inside)
-    return (into & ~mask) | ((field << inside) & mask)
-
-
-def bit_lengths(values: np.ndarray) -> np.ndarray:
-    """Return the place of the highest one, counted from 1, of u32: 0 for 0."""
-    return np.frexp(values.astype(np.float64))[1].astype(np.uint32)
-
-
-def reversed_bits(values: np.ndarray) -> np.ndarray:
-    total = np.zeros_like(values)
-    for place in range(32):
-        total |= ((values >> np.uint32(place)) & np.uint32(1)) << np.uint32(31 - place)
-    return total
-
-
-def shifted(values: np.ndarray, amount: np.ndarray, *, left: bool) -> np.ndarray:
-    """shl and shr: by the number of bits or more gives 0, of negative numbers -1."""
-    width = 8 * values.dtype.itemsize
-    inside = np.minimum(amount, np.uint32(width - 1)).astype(values.dtype)
-    if not left and values.dtype.kind == "i":
-        return values >> inside
-    found = values << inside if left else values >> inside
-    return np.where(amount >= width, values.dtype.type(0), found)
-
-
 # ---- instructions ----
 
 _INTEGER = {
@@ -268,18 +111,18 @@ _INTEGER = {
     "div": np.floor_divide,
     "rem": np.remainder,
     "mul.lo": np.multiply,
-    "mul.hi": upper_half,
+    "mul.hi": arithmetic.upper_half,
     "mad.lo": lambda a, b, c: a * b + c,
 }
 _FLOAT = {
-    "add.rn": lambda a, b: _rounded(a + b),
-    "sub.rn": lambda a, b: _rounded(a - b),
-    "mul.rn": lambda a, b: _rounded(a * b),
-    "fma.rn": fused,
+    "add.rn": lambda a, b: arithmetic.rounded(a + b),
+    "sub.rn": lambda a, b: arithmetic.rounded(a - b),
+    "mul.rn": lambda a, b: arithmetic.rounded(a * b),
+    "fma.rn": arithmetic.fused,
     "abs": np.abs,
     "neg": np.negative,
-    "max.NaN": lambda a, b: extreme_nan(a, b, largest=True),
-    "min.NaN": lambda a, b: extreme_nan(a, b, largest=False),
+    "max.NaN": lambda a, b: arithmetic.extreme_nan(a, b, largest=True),
+    "min.NaN": lambda a, b: arithmetic.extreme_nan(a, b, largest=False),
 }
 _COMPARISON = {
     "eq": np.equal,
@@ -291,10 +134,10 @@ _COMPARISON = {
 }
 _ON_WORDS = {
     "popc": np.bitwise_count,
-    "brev": reversed_bits,
-    "clz": lambda x: np.uint32(32) - bit_lengths(x),
+    "brev": arithmetic.reversed_bits,
+    "clz": lambda x: np.uint32(32) - arithmetic.bit_lengths(x),
     # .shiftamt: how far the highest one is from the top
-    "bfind": lambda x: np.where(x == 0, ~np.uint32(0), np.uint32(32) - bit_lengths(x)),
+    "bfind": lambda x: np.where(x == 0, ~np.uint32(0), np.uint32(32) - arithmetic.bit_lengths(x)),
 }
 _ATOMIC = {"add": np.add, "max": np.maximum, "or": np.bitwise_or}
 
@@ -316,7 +159,7 @@ def _elementwise(instruction: Instruction) -> Execute | None:
         largest = instruction.name == "max"
 
         def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            return extreme_of_pairs(a, b, largest=largest, kind=kind)
+            return arithmetic.extreme_of_pairs(a, b, largest=largest, kind=kind)
     elif kind == "f32":
         function = _FLOAT.get(key)
     elif key in ("mul.hi", "div", "rem") and kind[0] != "u":
@@ -371,7 +214,7 @@ def _reciprocal(instruction: Instruction) -> Execute | None:
     read, write = reader(source, "f32"), writer(destination, "f32")
 
     def execute(machine: Machine, lanes: Lanes) -> None:
-        write(machine, lanes, reciprocal(read(machine, lanes), machine.reciprocal_shift))
+        write(machine, lanes, arithmetic.reciprocal(read(machine, lanes), machine.reciprocal_shift))
 
     return execute
 
@@ -397,7 +240,7 @@ def _shift(instruction: Instruction) -> Execute:
     destination, source, amount = instruction.operands
     left = instruction.name == "shl"
     return _applied(
-        lambda values, bits: shifted(values, bits, left=left),
+        lambda values, bits: arithmetic.shifted(values, bits, left=left),
         writer(destination, kind),
         [reader(source, kind), reader(amount, "u32")],
     )
@@ -417,7 +260,7 @@ def _on_words(instruction: Instruction) -> Execute | None:
 def _lookup(instruction: Instruction) -> Execute:
     destination, *sources, table = instruction.operands
     return _applied(
-        lambda a, b, c: lookup(a, b, c, table.bits),
+        lambda a, b, c: arithmetic.lookup(a, b, c, table.bits),
         writer(destination, "b32"),
         [reader(each, "b32") for each in sources],
     )
@@ -432,7 +275,7 @@ def _permute(instruction: Instruction) -> Execute | None:
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         values = (full(read(machine, lanes), lanes, machine) for read in reads)
-        write(machine, lanes, permuted_bytes(*values))
+        write(machine, lanes, arithmetic.permuted_bytes(*values))
 
     return execute
 
@@ -442,7 +285,7 @@ def _insert(instruction: Instruction) -> Execute:
     destination, field, into, position, length = instruction.operands
     reads = [reader(field, kind), reader(into, kind)]
     reads += [reader(each, "u32") for each in (position, length)]
-    return _applied(inserted_bits, writer(destination, kind), reads)
+    return _applied(arithmetic.inserted_bits, writer(destination, kind), reads)
 
 
 def _move(instruction: Instruction) -> Execute:
@@ -488,10 +331,12 @@ def _convert(instruction: Instruction) -> Execute | None:
     *rounding, to, source_kind = instruction.modifiers
     destination, *sources = instruction.operands
     if to in ("bf16x2", "f16x2"):
-        return _convert_pair(instruction, to_bf16 if to == "bf16x2" else to_fp16)
+        return _convert_pair(
+            instruction, arithmetic.to_bf16 if to == "bf16x2" else arithmetic.to_fp16
+        )
     if source_kind == "f16" and to == "f32" and not rounding:
         return _applied(
-            lambda bits: _rounded(bits.view(np.float16).astype(np.float32)),
+            lambda bits: arithmetic.rounded(bits.view(np.float16).astype(np.float32)),
             writer(destination, "f32"),
             [reader(sources[0], "u16")],
         )

@@ -6,15 +6,15 @@
 #
 # A call ends by itself after 280 or 500 seconds (LIMIT), the installation of wheels included. Its
 # most valuable sections come first; the last ones of the second call get what is left. After every
-# section it replaces summary_1.txt (2) and 1.tar.gz, with all logs and figures, in OUT: the argument,
-# else the variable of that name, else gpu_suite_out. Caches and installed wheels are in CACHE, outside
-# OUT.
+# section it replaces summary_1.txt (2) and 1.tar.gz, with all logs and figures, in OUT: the
+# argument, else the variable of that name, else gpu_suite_out. Caches and installed wheels are in
+# CACHE, outside OUT.
 #
-# Needs a Python with torch (CUDA), numpy and, for most sections, CuPy, pytest, xdist and hypothesis:
-# PYTHON=/path/to/python. Other packages are installed from wheels in WHEELS (wheels/ in the
-# checkout), which benchmarks/gpu/collect_wheels.sh collects on a machine with a network. A section
-# names the packages that are missing. DRY=1 runs the same sections on the CPU at small sizes, to test
-# this script. Exits with 1 if a section failed.
+# Needs a Python with torch (CUDA), NumPy and, for most sections, CuPy, pytest, xdist and
+# hypothesis: PYTHON=/path/to/python. Other packages are installed from wheels in WHEELS (wheels/ in
+# the checkout), which benchmarks/gpu/collect_wheels.sh collects on a machine with a network. A
+# section names the packages that are missing. DRY=1 runs the same sections on the CPU at small
+# sizes, to test this script. Exits with 1 if a section failed.
 set -uo pipefail
 
 ROOT="$(cd "$(dirname "$0")/.." && pwd)"
@@ -44,7 +44,9 @@ WORK="$CACHE/work_$PART" SECONDS_LEFT=$((LIMIT - SECONDS))
 source benchmarks/gpu/runner.sh
 
 losses=benchmarks/gpu/cpu_losses.json
-gpt=(--layers 10 --width 512 --heads 8 --seq-len 256 --batch 8 --base-steps 400 --steps 100)
+# 31 M parameters.
+gpt=(--layers 10 --width 512 --heads 8 --seq-len 256 --batch 8 --lr 1e-3)
+gpt+=(--base-steps 300 --steps 60)
 if [ "${DRY:-0}" = 1 ]; then
     device=cpu size=1e5 large=1e5 collect=(--collect-only) workers=()
     cupy=torch pytest="torch pytest hypothesis"
@@ -100,8 +102,8 @@ part_2() {
     metrics+=",sm__throughput.avg.pct_of_peak_sustained_elapsed,smsp__inst_executed.sum"
     [ "${DRY:-0}" = 1 ] || profiler=(ncu --clock-control none --csv --metrics "$metrics"
         --kernel-name "regex:encode|decode_sum|recode")
-    section counters 40 "$cupy ${profiler[0]:-}" "${profiler[@]}" "$PYTHON" benchmarks/gpu/sweeps.py \
-        --sweep five --device $device --bytes $size
+    section counters 40 "$cupy ${profiler[0]:-}" "${profiler[@]}" \
+        "$PYTHON" benchmarks/gpu/sweeps.py --sweep five --device $device --bytes $size
     sweep stores 40
     sweep priority 25
     # What is left.
@@ -109,6 +111,9 @@ part_2() {
     ranks fsdp2_replicas 50 cupy --front fsdp2 --world 4 --node-size 2 --replicas --schemes eden4
     section loss "$LIMIT" torch "$PYTHON" benchmarks/convergence.py --schemes eden4 --pairs 2 \
         --most-pairs 2 "${gpt[@]}" --out "$CACHE/convergence" --json "{json}"
+    if cp "$CACHE/convergence/runs.jsonl" "$WORK" 2>/dev/null; then
+        note "loss: finished runs are in runs.jsonl"
+    fi
 }
 
 "part_$PART"

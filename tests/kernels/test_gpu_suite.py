@@ -118,6 +118,7 @@ def test_a_loss_that_differs_from_the_recorded_one_is_an_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("part", "12")
 def test_dry_run_of_the_suite(part: str, tmp_path: Path) -> None:
     environment = os.environ | {"DRY": "1", "PYTHON": PY, "CACHE": str(tmp_path / "cache")}

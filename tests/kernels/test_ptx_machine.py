@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tests.kernels.ptx import arithmetic
+from tests.kernels.ptx import arithmetic, operations
 from tests.kernels.ptx.machine import Kernel
 from tests.kernels.ptx.memory import MemoryFault
 from tests.kernels.ptx.program import parse
@@ -164,6 +164,25 @@ $L_end:
     assert executed["shuffle"] == 64 and executed["memory"] == 64
     # mul, add, setp by all; either sum by every warp with a lane that takes it.
     assert executed["integer"] == 3 * 64 + 64 + 32
+
+
+def test_lanes_that_have_ended_are_not_waited_for() -> None:
+    """Every warp loses lanes before a shuffle, whose value of them is undefined, and a barrier."""
+    body = """
+    and.b32 %r4, %r1, 31;
+    setp.ge.u32 %p2, %r4, 8;
+    @%p2 bra $L_end;
+    shfl.sync.bfly.b32 %r2, %r1, 8, 31, -1;
+    bar.sync 0;
+    st.global.u32 [%rd3], %r2;
+    ret;
+$L_end:
+    mov.u32 %r2, 7;
+    """
+    found, _ = small(body)
+    has_ended = np.arange(64) % 32 >= 8
+    assert (found[has_ended] == 7).all()
+    assert (found[~has_ended] == operations.UNDEFINED).all()
 
 
 def test_a_barrier_orders_shared_memory() -> None:

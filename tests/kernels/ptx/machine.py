@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_quant.kernels.wire import round_up
 from tests.kernels.ptx import operations
 from tests.kernels.ptx.memory import MemoryFault, ProcessMemory, SharedMemory
 from tests.kernels.ptx.program import Instruction, Name, Program
@@ -28,18 +29,17 @@ _WARP_WIDE = ("shfl", "redux")  # and bar.warp
 class Kernel:
     """A program that is ready to run.
 
-    classes: the class of every instruction, see ``class_of``.
+    For every instruction: classes, see ``class_of``; stops, "branch" if lanes may part at it,
+    "warp" or "block" if it waits for others, else ""; execute, None for a branch.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.classes = [class_of(each) for each in program.instructions]
-        self._execute: list[operations.Execute | None] = []
-        self.stops: list[str] = []  # of every instruction: "", "branch", "warp" or "block"
-        for instruction in program.instructions:
-            self.stops.append(_stop_of(instruction))
-            is_branch = self.stops[-1] == "branch"
-            self._execute.append(None if is_branch else operations.bind(instruction))
+        self.stops = [_stop_of(each) for each in program.instructions]
+        self.execute: list[operations.Execute | None] = []
+        for instruction, stop in zip(program.instructions, self.stops, strict=True):
+            self.execute.append(None if stop == "branch" else operations.bind(instruction))
 
     def launch(
         self, grid: tuple[int, int], threads: int, job: bytes, *, reciprocal_shift: int = 0
@@ -106,7 +106,8 @@ class Machine:
         self.shared = SharedMemory(shared_bytes, self._block, self._warp)
         self._at = np.zeros(self.lanes, np.int64)  # next instruction of every lane
         self._waits = np.zeros(self.lanes, bool)  # for others of its warp or block
-        # How many times warps passed from here to the next instruction on; see _count.
+        self._is_stuck = False  # no lane has passed a barrier since all began to wait
+        # Warps that execute an instruction, less those that execute the one before: see _count.
         self._changes = np.zeros(len(kernel.classes) + 1, np.int64)
 
     def numbers(self, lanes: Lanes) -> np.ndarray:
@@ -126,13 +127,21 @@ class Machine:
         while (self._at < end).any():
             ready = (self._at < end) & ~self._waits
             if not ready.any():
-                places = np.unique(self._at[self._at < end])
-                texts = [self.kernel.program.instructions[place].text for place in places]
-                raise MemoryFault(f"lanes wait for each other: {'; '.join(texts)}")
+                self._wake_up()
+                continue
             first = int(self._at[ready].min())
             others = self._at[ready & (self._at > first)]
             stop = int(others.min()) if others.size else end
             self._run_until(stop, first, _lanes(ready & (self._at == first)))
+
+    def _wake_up(self) -> None:
+        """Let all lanes look again for those that they wait for, which may have ended."""
+        if self._is_stuck:
+            places = np.unique(self._at[self._waits])
+            texts = [self.kernel.program.instructions[place].text for place in places]
+            raise MemoryFault(f"lanes wait for each other: {'; '.join(texts)}")
+        self._is_stuck = True
+        self._waits[:] = False
 
     def _run_until(self, stop: int, place: int, lanes: Lanes) -> None:
         """Run lanes from an instruction to ``stop`` or to where they may part or have to wait."""
@@ -160,7 +169,7 @@ class Machine:
         chosen = self._guarded(instruction, lanes)
         if chosen is not None:
             try:
-                self.kernel._execute[place](self, chosen)
+                self.kernel.execute[place](self, chosen)
             except (MemoryFault, IndexError) as error:
                 raise MemoryFault(f"{instruction.text}: {error}") from error
 
@@ -201,7 +210,10 @@ class Machine:
             complete = here & ~missing[group]
         self._waits[here] = True
         self._waits[complete] = False
-        return _lanes(complete) if complete.any() else None
+        if not complete.any():
+            return None
+        self._is_stuck = False
+        return _lanes(complete)
 
     def _count(self, begin: int, stop: int, lanes: Lanes) -> None:
         """Note that lanes have executed the instructions from ``begin`` to ``stop``."""
@@ -216,18 +228,18 @@ class Machine:
         """Name the addresses of variables. Return the bytes of shared memory of a block."""
         shared_bytes = 0
         for name, variable in program.variables.items():
-            room = (variable.nbytes + 15) // 16 * 16
+            room = round_up(variable.nbytes, 16)
             if variable.space == "shared":
                 self.named[name] = np.full(self.lanes, shared_bytes, np.uint64)
                 shared_bytes += room
                 continue
             copies = self.lanes if variable.space == "local" else 1
             memory = np.zeros(copies * room + 16, np.uint8)
-            memory[: len(variable.content)] = np.frombuffer(variable.content, np.uint8)
             self._kept.append(memory)
-            start = np.uint64((memory.ctypes.data + 15) // 16 * 16)
+            aligned = memory[-memory.ctypes.data % 16 :]
+            aligned[: len(variable.content)] = np.frombuffer(variable.content, np.uint8)
             own = np.arange(self.lanes) % copies * room
-            self.named[name] = start + own.astype(np.uint64)
+            self.named[name] = np.uint64(aligned.ctypes.data) + own.astype(np.uint64)
         return shared_bytes
 
 

@@ -61,8 +61,8 @@ class SharedMemory:
 
     Two accesses to a word by different lanes, of which one writes, are ordered by a barrier of the
     block or, within a warp, of the warp; otherwise they are a race. Of several readers the last one
-    is remembered, so a race may be missed; none is invented. Atomic operations do not race with
-    each other.
+    is remembered, and lanes that execute one instruction at once are not compared, so a race may be
+    missed; none is invented. Atomic operations do not race with each other.
 
     block_of_lane, warp_of_lane: (lanes,) i64.
     """

@@ -27,11 +27,18 @@ Write = Callable[["Machine", "Lanes", np.ndarray], None]
 
 TYPES: dict[str, type] = {
     "pred": np.bool_,
-    **{f"{letter}{bits}": dtype for letter in "bu" for bits, dtype in UNSIGNED.items()},
-    **{
-        f"s{8 << place}": dtype
-        for place, dtype in enumerate((np.int8, np.int16, np.int32, np.int64))
-    },
+    "b8": np.uint8,
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b16": np.uint16,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b32": np.uint32,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "b64": np.uint64,
+    "u64": np.uint64,
+    "s64": np.int64,
     "f32": np.float32,
     "f16x2": np.uint32,
     "bf16x2": np.uint32,

@@ -68,7 +68,7 @@ sweep() { # NAME SECONDS
 
 # Several ranks on the one GPU, over gloo.
 ranks() { # NAME SECONDS NEEDS OPTIONS...
-    section "$1" "$2" "torch pydantic $3" "$PYTHON" benchmarks/one_gpu.py --device $device \
+    section "$1" "$2" "pydantic $3" "$PYTHON" benchmarks/one_gpu.py --device $device \
         --json "{json}" --beside $losses --steps 12 --width 128 "${@:4}"
 }
 
@@ -90,11 +90,11 @@ part_1() {
 }
 
 part_2() {
-    ranks fsdp2_2 55 cupy --front fsdp2 --world 2 --schemes full_precision qsdp
+    ranks fsdp2_2 55 "$cupy" --front fsdp2 --world 2 --schemes full_precision qsdp
     section precompile 40 "$deepspeed $cupy" "$PYTHON" benchmarks/gpu/precompile.py \
         --device $device --json "{json}" --schemes "${schemes[@]}"
-    ranks zero3_2 70 deepspeed --stage 3 --world 2 --at-once 3 --schemes "${schemes[@]}"
-    ranks fsdp2_2x2 65 cupy --front fsdp2 --world 4 --node-size 2 --schemes eden4 lossless_w_g3
+    ranks zero3_2 70 "$deepspeed" --stage 3 --world 2 --at-once 3 --schemes "${schemes[@]}"
+    ranks fsdp2_2x2 65 "$cupy" --front fsdp2 --world 4 --node-size 2 --schemes eden4 lossless_w_g3
     checker memcheck 85 "large_rows and g96 or recode or lossless_rows"
     checker racecheck 65 "lossless_rows or gaussian"
     local metrics profiler=()
@@ -107,8 +107,8 @@ part_2() {
     sweep stores 40
     sweep priority 25
     # What is left.
-    ranks zero2_2 60 deepspeed --stage 2 --world 2 --at-once 3 --schemes "${schemes[@]}"
-    ranks fsdp2_replicas 50 cupy --front fsdp2 --world 4 --node-size 2 --replicas --schemes eden4
+    ranks zero2_2 60 "$deepspeed" --stage 2 --world 2 --at-once 3 --schemes "${schemes[@]}"
+    ranks fsdp2_replicas 50 "$cupy" --front fsdp2 --world 4 --node-size 2 --replicas --schemes eden4
     section loss "$LIMIT" torch "$PYTHON" benchmarks/convergence.py --schemes eden4 --pairs 2 \
         --most-pairs 2 "${gpt[@]}" --out "$CACHE/convergence" --json "{json}"
     if cp "$CACHE/convergence/runs.jsonl" "$WORK" 2>/dev/null; then

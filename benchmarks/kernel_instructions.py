@@ -21,10 +21,11 @@ instructions, so paths that are not taken, and loops, count as they run.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +37,6 @@ import sections
 import torch
 
 RESULT = sections.RESULTS / "kernel_instructions.json"
-NBYTES = 200_000  # of an operation: enough for whole blocks
-
 COPY = 0.9  # of the published bandwidth, that a copy reaches
 MEMORY = 0.93  # of a copy's bandwidth, that a kernel with enough loads in flight reaches
 ISSUE = 128  # instructions per clock and multiprocessor
@@ -97,11 +96,11 @@ COUNTED = "90"  # the architecture whose classes are shown
 # ---- counting ----
 
 
-def count(architecture: str, codecs: str = "") -> list[dict[str, Any]]:
+def count(architecture: str, nbytes: int, codecs: str = "") -> list[dict[str, Any]]:
     """Return a row per operation: executed PTX by class, machine instructions by pipe.
 
     All per element. Progress goes to the standard error.
-    codecs: only those whose name contains this.
+    nbytes: of an operation. codecs: only those whose name contains this.
     """
     from ds_quant.kernels import dispatch
     from tests.kernels.ptx.runner import Runner
@@ -109,7 +108,7 @@ def count(architecture: str, codecs: str = "") -> list[dict[str, Any]]:
     runner = Runner(architecture)
     bench = kernels.Bench(torch.device("cpu"), 0, ("auto",))
     rows = []
-    for make in kernels.operations(bench, NBYTES, torch.bfloat16, codecs):
+    for make in kernels.operations(bench, nbytes, torch.bfloat16, codecs):
         operation = make()
         runner.forget_counts()
         with patch.object(dispatch, "cuda_runner", lambda *_: runner), torch.no_grad():
@@ -285,20 +284,32 @@ def held_against(result: dict[str, Any], measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--json", type=Path, help="write the counts and their page here")
-    parser.add_argument("--measured", type=Path, help="file of kernels.py to compare with")
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("--bytes", type=int, default=200_000, help="bytes that an operation reads and writes")
+    add("--json", type=Path, help="write the counts and their page here")
+    add("--measured", type=Path, help="file of kernels.py to compare with; nothing is counted")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
     if args.measured:
         measured = json.loads(args.measured.read_text("utf-8"))
         print("\n".join(held_against(json.loads(RESULT.read_text("utf-8")), measured)))
         return
     from tests.kernels import compiler
 
-    rows = {architecture: count(architecture) for architecture in compiler.ARCHITECTURES}
+    rows = {name: count(name, args.bytes) for name in compiler.ARCHITECTURES}
     if args.json:
-        report.save(args.json, Path(__file__).stem, {}, nvrtc=compiler.nvrtc_version(), rows=rows)
+        report.save(
+            args.json,
+            Path(__file__).stem,
+            {"bytes": args.bytes},
+            nvrtc=compiler.nvrtc_version(),
+            rows=rows,
+        )
     for prediction in predictions({"rows": rows}):
         cells = (f"{share:.2f} {limit}" for share, limit in prediction["shares"].values())
         print(f"{prediction['operation']:<24}{prediction['codec']:<40}{'  '.join(cells)}")

@@ -128,6 +128,7 @@ def test_dry_run_of_the_suite(part: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     sections = [line for line in done.stdout.splitlines() if line.startswith("== ")]
     assert done.stdout.count(": passed, ") == len(sections) > 0, done.stdout
+    assert ": needs " not in done.stdout
 
 
 def test_memory_checks_choose_tests_that_exist(rehearsal) -> None:

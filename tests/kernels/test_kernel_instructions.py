@@ -79,4 +79,5 @@ def test_counts_repeat(result) -> None:
         pytest.skip(f"the counts are of NVRTC {result['nvrtc']}")
     exact = kernels.EXACT.name
     rows = [row for row in result["rows"]["90"] if row["codec"] == exact]
-    assert kernel_instructions.count("90", exact) == rows and len(rows) == 2
+    assert kernel_instructions.count("90", result["arguments"]["bytes"], exact) == rows
+    assert len(rows) == 2

@@ -127,7 +127,7 @@ def losses_of_fsdp2(
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     fsdp2.attach(model, block, optimizer=optimizer)
     losses = []
     for _ in range(args.steps):

@@ -132,9 +132,8 @@ def encoding(*codecs: GroupCodec) -> Callable[[Kernels], None]:
 
     def run(kernels: Kernels) -> None:
         for codec in codecs:
-            program = Program([Encode(codec, numel, X, WIRE, 0) for numel in (128, 5000, 4096)])
-            if codec.is_gaussian:
-                program = Program([Encode(codec, 4096, X, WIRE, 0)])
+            sizes = (4096,) if codec.is_gaussian else (128, 5000, 4096)
+            program = Program([Encode(codec, numel, X, WIRE, 0) for numel in sizes])
             check(kernels, program, streams_of([codec]), values=kinds_of(codec))
 
     return run

@@ -26,7 +26,7 @@ import report
 import torch
 
 from ds_quant.codec.bound import BoundCodec, Rotation, encode
-from ds_quant.codec.codec import CAST_NAMES, Codec, GroupCodec
+from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
 from ds_quant.kernels import dispatch, lossless
 from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
 from ds_quant.kernels.dispatch import Operations, RngState
@@ -40,8 +40,7 @@ SOURCES = 8  # rows that a decode_sum and a recode add up
 UNIT = 1 << 14  # sizes are multiples of it: whole blocks of a rotation
 ADDRESS = Address(key=1, step=1)
 TABLE_SIZES = (2, 16, 64, 180)  # jobs of a table; 180 fit the arguments of one launch
-SLEEP_CYCLES = 100_000  # about 50 us per launch: the device sleeps while the host queues
-QUEUE = 512  # launches that are queued at once; a device takes about 1000
+SLEEP_CYCLES = 100_000  # about 50 us per call: the device sleeps while the host queues
 OVERHEAD_CALLS = 200  # per sample of the launch overhead
 MAX_SETS = 64  # of tensors
 
@@ -60,6 +59,7 @@ CODECS = (
     GroupCodec(bits=4, group_size=1024, levels="learned"),
     GroupCodec(bits=3, group_size=128, range="gaussian"),
 )
+EXACT = CastCodec()  # of tensors that are not quantized
 
 Call = Callable[[int], object]  # runs an operation on the set of tensors with this index
 
@@ -71,7 +71,6 @@ class Operation:
     nbytes: bytes that a call reads and writes.
     sets: sets of tensors that calls rotate through, so that no input is still in a cache.
     ways: a call per back end.
-    launches: kernel launches of a call.
     """
 
     name: str
@@ -81,7 +80,6 @@ class Operation:
     nbytes: int
     sets: int
     ways: dict[str, Call]
-    launches: int = 1
 
 
 Maker = Callable[[], Operation]
@@ -132,9 +130,7 @@ class Bench:
             },
         )
 
-    def encode(
-        self, codec: GroupCodec, numel: int, dtype: torch.dtype, block: int = 0
-    ) -> Operation:
+    def encode(self, codec: Codec, numel: int, dtype: torch.dtype, block: int = 0) -> Operation:
         """Encode `numel` values. block: elements of a rotation block, 0: no rotation."""
         buffers = [self.random(numel, dtype), self.bytes(codec.wire_bytes(numel))]
         name = "rotate and encode" if block else "encode"
@@ -162,9 +158,7 @@ class Bench:
             tasks.append((operation, (index * room, index * wire_bytes, 0)))
         return tasks, buffers
 
-    def decode(
-        self, codec: GroupCodec, numel: int, dtype: torch.dtype, sources: int = 1
-    ) -> Operation:
+    def decode(self, codec: Codec, numel: int, dtype: torch.dtype, sources: int = 1) -> Operation:
         """Decode a row, or the sum of several: ``sources`` rows -> `numel` values."""
         buffers = [self.wire(codec, numel, sources), torch.empty_like(self.random(numel, dtype))]
         if sources == 1:
@@ -343,6 +337,10 @@ def operations(bench: Bench, nbytes: int, dtype: torch.dtype, chosen: str) -> It
         numel = numel_for(nbytes, SOURCES * wire_bytes + 0.5)
         target = codec if codec.is_gaussian else absmax(4, codec.group_size, "stochastic")
         yield partial(bench.recode, codec, target, numel)
+    if chosen in EXACT.name:
+        yield partial(bench.encode, EXACT, numel_for(nbytes, dtype.itemsize + 2), dtype)
+        numel = numel_for(nbytes, dtype.itemsize + SOURCES * 2)
+        yield partial(bench.decode, EXACT, numel, dtype, SOURCES)
     if chosen in "lossless" and dtype in lossless.EXPONENT:
         numel = numel_for(nbytes, 2 * dtype.itemsize + 0.4)  # a difference has about 3 bits
         for name in ("encode", "decode"):
@@ -352,13 +350,11 @@ def operations(bench: Bench, nbytes: int, dtype: torch.dtype, chosen: str) -> It
 # ---- times ----
 
 
-def seconds_of(work: Call, num_sets: int, repeats: int, cuda: bool, *, launches: int = 1) -> float:
-    """Return the median seconds of a call that makes ``launches`` launches.
+def seconds_of(work: Call, num_sets: int, repeats: int, cuda: bool) -> float:
+    """Return the median seconds of a call.
 
-    On CUDA all calls are queued while the device sleeps, so it never waits for the host. Fewer
-    calls are made if all their launches would not fit the queue.
+    On CUDA all calls are queued while the device sleeps, so it never waits for the host.
     """
-    repeats = max(3, min(repeats, QUEUE // launches))
     work(0)
     if not cuda:
         samples = []
@@ -372,7 +368,7 @@ def seconds_of(work: Call, num_sets: int, repeats: int, cuda: bool, *, launches:
         for _ in range(repeats)
     ]
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES * repeats * launches)
+    torch.cuda._sleep(SLEEP_CYCLES * repeats)
     for i, (before, after) in enumerate(events):
         before.record()
         work(i % num_sets)
@@ -391,9 +387,7 @@ def measure(operation: Operation, bench: Bench, repeats: int) -> list[dict[str, 
     for backend, work in operation.ways.items():
         # Few repeats show how much slower the reference is.
         count = max(3, repeats // 4) if backend == "torch" else repeats
-        seconds_of_backends[backend] = seconds_of(
-            work, operation.sets, count, cuda, launches=operation.launches
-        )
+        seconds_of_backends[backend] = seconds_of(work, operation.sets, count, cuda)
     seconds_of_copies.append(seconds_of(copy.ways["copy"], copy.sets, repeats, cuda))
     copy_seconds = min(seconds_of_copies)
     return [
@@ -478,8 +472,6 @@ def measure_all(
 
 def work_of(args: argparse.Namespace, bench: Bench) -> Iterator[Maker]:
     """Return makers of all operations, largest sizes first: time may end before the small ones."""
-    if args.overhead:
-        return
     sizes = [int(args.max_bytes)]
     while sizes[-1] > 8 * args.min_bytes:
         sizes.append(sizes[-1] // 8)
@@ -525,7 +517,6 @@ def main() -> None:
     add("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
     add("--codecs", default="", help="only codecs whose name contains this")
     add("--ways", nargs="*", choices=BACKENDS, default=list(BACKENDS), help="back ends")
-    add("--overhead", action="store_true", help="only the launch overhead")
     args = parser.parse_args()
     device = device_of(args)
     bench = Bench(device, cache_bytes(device), args.ways)

@@ -46,7 +46,7 @@ struct TurnSource {
         const PhiloxWords w = philox_of_vector(k + 1, step, key);
         const u64 low = (u64)w.w1 << 32 | w.w0, high = (u64)w.w3 << 32 | w.w2;
         butterflies<DSQ_ROTATION>(x, threadIdx.x);
-        flip_signs(x, ~flips_of_lane<DSQ_ROTATION>(low, high, threadIdx.x));
+        flip_signs(x, inverted(flips_of_lane<DSQ_ROTATION>(low, high, threadIdx.x)));
     }
 };
 #endif

@@ -1,8 +1,8 @@
-"""Compiles every kernel that part C of gpu_suite.sh launches into CuPy's cache, each once.
+"""Compiles every kernel that the ZeRO sections of gpu_suite.sh launch into CuPy's cache, each once.
 
     python benchmarks/gpu/precompile.py --json precompile.json
 
-Otherwise each of twelve ranks would compile all of them at the same time. The list of kernels comes
+Otherwise each of six ranks would compile all of them at the same time. The list of kernels comes
 from engines in the worlds of fake_world.py, whose kernels are not launched.
 """
 

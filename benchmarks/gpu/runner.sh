@@ -1,8 +1,9 @@
-# Runs the sections of a part of benchmarks/gpu_suite.sh one by one, under one deadline. Sourced; the
-# caller sets PART, OUT (results), WORK (logs and figures, emptied first), SECONDS_LEFT and PYTHON.
+# Runs the sections of a call of benchmarks/gpu_suite.sh one by one, under one deadline. Sourced;
+# the caller sets PART, OUT (results), WORK (logs and figures, emptied first), SECONDS_LEFT and
+# PYTHON.
 #
-# summary_PART.txt and PART.tar.gz, with all logs and figures, are written before the first section
-# and after every one, so that a part that is killed leaves its results.
+# summary_PART.txt and PART.tar.gz, with all logs and figures, are replaced after every section, so
+# that a call that is killed leaves its results.
 
 SUMMARY="$OUT/summary_$PART.txt"
 END=$((SECONDS + SECONDS_LEFT))

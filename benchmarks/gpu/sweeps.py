@@ -1,14 +1,11 @@
-"""Times variants of the kernels: layouts of stores, tables, lengths. Or runs five kernels once.
+"""Times the layouts of stores, and kernels beside matrix products. Or runs five kernels once.
 
     python benchmarks/gpu/sweeps.py --sweep stores --json stores.json
     python benchmarks/gpu/sweeps.py --sweep five               # each once, for a profiler
     python benchmarks/gpu/sweeps.py --sweep stores --device cpu --bytes 1e5   # dry run
 
-stores   decode and decode_sum with runs of 1, 2, 4 and 8 vectors, with and without staging
-tables   64 tensors in 64 calls and in one
-ragged   a row that fills whole blocks, and one that is 5 elements longer
-forms    the same elements, casts too, as one job and as a table of two jobs
-priority a bucket's operations during matrix products, on streams of both priorities
+stores    decode and decode_sum with runs of 1, 2, 4 and 8 vectors, with and without staging
+priority  a bucket's operations during matrix products, on streams of both priorities
 
 Rows are those of kernels.py. The file is replaced after every row.
 """
@@ -26,7 +23,6 @@ import report
 import torch
 from kernels import (
     SLEEP_CYCLES,
-    UNIT,
     Bench,
     Maker,
     Operation,
@@ -36,19 +32,15 @@ from kernels import (
     device_of,
     measure_all,
     numel_for,
-    sum_of,
 )
 
-from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch
-from ds_quant.kernels.batch import Encode, Task
 from ds_quant.kernels.launch import Stores
 
 INT4 = absmax(4, 128, "stochastic")
 INT4_2048 = absmax(4, 2048, "stochastic")
 INT8 = absmax(8, 128)
-CAST = CastCodec()  # of gathered weights
-TENSORS = 64  # of a table
 BF16 = torch.bfloat16
 FP32 = torch.float32
 
@@ -86,98 +78,6 @@ def stored(bench: Bench, case: DecodeCase, stores: Stores) -> Operation:
     return replace(operation, name=name)
 
 
-def tables(bench: Bench, nbytes: float) -> Iterator[Maker]:
-    """Encode of many tensors, one by one and all at once."""
-    for size in (numel_for(nbytes / TENSORS, 2.5), UNIT, 1000):
-        for count in (1, TENSORS):
-            yield partial(many, bench, size, count)
-
-
-def many(bench: Bench, numel: int, at_once: int) -> Operation:
-    """Encode TENSORS tensors of `numel` elements, ``at_once`` per call."""
-    tasks, buffers = bench.many(INT4, numel, BF16, TENSORS)
-    name = f"{TENSORS} x encode, {at_once} at once"
-    operations = [
-        bench.tasks(name, INT4, tasks[first : first + at_once], buffers)
-        for first in range(0, TENSORS, at_once)
-    ]
-
-    def run(backend: str, _: int) -> None:
-        for operation in operations:
-            operation.ways[backend](0)
-
-    return replace(
-        operations[0],
-        numel=TENSORS * numel,
-        sets=1,
-        ways={backend: partial(run, backend) for backend in bench.ways},
-        launches=len(operations),
-    )
-
-
-def ragged(bench: Bench, nbytes: float) -> Iterator[Maker]:
-    """Whole blocks, and a few elements more."""
-    for codec in (INT4, INT4_2048):
-        for extra in (0, 5):
-            numel = numel_for(nbytes, 2.5) + extra
-            yield partial(bench.encode, codec, numel, BF16)
-            yield partial(bench.decode, codec, numel, BF16)
-            numel = numel_for(nbytes, 6) + extra
-            yield partial(bench.decode, codec, numel, BF16, 8)
-
-
-def forms(bench: Bench, nbytes: float) -> Iterator[Maker]:
-    """The same elements as one job, which has a launch form of its own, and as a table of two."""
-    encoded: tuple[tuple[Codec, int], ...] = ((INT4, 0), (INT8, 32), (CAST, 0))
-    for codec, block in encoded:
-        numel = numel_for(nbytes, 2 + codec.wire_bytes(UNIT) / UNIT)
-        for parts in parts_of(numel):
-            yield partial(encode_of_parts, bench, codec, parts, block)
-    summed: tuple[tuple[Codec, int], ...] = ((INT4, 1), (INT4, 8), (CAST, 8))
-    for codec, sources in summed:
-        numel = numel_for(nbytes, 4 + sources * codec.wire_bytes(UNIT) / UNIT)
-        for parts in parts_of(numel):
-            yield partial(sum_of_parts, bench, codec, parts, sources)
-
-
-def parts_of(numel: int) -> tuple[list[int], list[int]]:
-    """Return the sizes of one part and of two. Two equal parts would be rows of one job."""
-    units = max(3, numel // UNIT)
-    return [units * UNIT], [units // 3 * UNIT, (units - units // 3) * UNIT]
-
-
-def encode_of_parts(bench: Bench, codec: Codec, parts: list[int], block: int) -> Operation:
-    """Encode parts of a row, each a job."""
-    tasks: list[Task] = []
-    value_offset = 0
-    wire_offset = 0
-    for numel in parts:
-        operation = Encode(codec, numel, values=0, wire=1, stream=0, block=block)
-        tasks.append((operation, (value_offset, wire_offset, 0)))
-        value_offset += numel
-        wire_offset += codec.wire_bytes(numel)
-    action = "encode rotated" if block else "encode"
-    buffers = [bench.random(value_offset, BF16), bench.bytes(wire_offset)]
-    return bench.tasks(f"{action}, {len(parts)} jobs", codec, tasks, buffers)
-
-
-def sum_of_parts(bench: Bench, codec: Codec, parts: list[int], sources: int) -> Operation:
-    """Add up parts of rows in fp32, each a job."""
-    total = sum(parts)
-    stride = codec.wire_bytes(total)
-    tasks: list[Task] = []
-    value_offset = 0
-    wire_offset = 0
-    for numel in parts:
-        operation = sum_of(codec, numel, sources, stride)
-        tasks.append((operation, (wire_offset, value_offset, 0)))
-        value_offset += numel
-        wire_offset += codec.wire_bytes(numel)
-    buffers = [bench.wire(codec, total, sources), bench.random(total, FP32)]
-    return bench.tasks(f"sum of {sources}, {len(parts)} jobs", codec, tasks, buffers)
-
-
-SWEEPS = {"stores": stores, "tables": tables, "ragged": ragged, "forms": forms}
 CHAIN = 5  # dependent operations of a bucket
 
 
@@ -261,7 +161,7 @@ def main() -> None:
     parser = report.parser(__doc__)
     add_options(parser, limit=120)
     add = parser.add_argument
-    add("--sweep", choices=(*SWEEPS, "priority", "five"), required=True)
+    add("--sweep", choices=("stores", "priority", "five"), required=True)
     add("--bytes", type=float, default=5e8, help="bytes that an operation reads and writes")
     args = parser.parse_args()
     device = device_of(args)
@@ -273,7 +173,7 @@ def main() -> None:
         print("\n".join(map(str, rows)))
         report.write(args.json, {"rows": rows})
     else:
-        measure_all(SWEEPS[args.sweep](bench, args.bytes), bench, args, {})
+        measure_all(stores(bench, args.bytes), bench, args, {})
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ DSQ_DEVICE void butterflies(float (&x)[DSQ_BLOCK_RUN][8], u32 lane) {
 DSQ_DEVICE void flip_signs(float (&x)[DSQ_BLOCK_RUN][8], u32 flips) {
     DSQ_UNROLL
     for (int i = 0; i < 32; ++i) {
-        x[i / 8][i % 8] = float_of(bits_of(x[i / 8][i % 8]) ^ (flips << (31 - i) & 0x80000000u));
+        x[i / 8][i % 8] = with_sign_flipped(x[i / 8][i % 8], flips << (31 - i));
     }
 }
 

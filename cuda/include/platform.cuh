@@ -76,6 +76,11 @@ DSQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     return out;
 }
 DSQ_DEVICE u32 and_or(u32 a, u32 mask, u32 c) { return (a & mask) | c; }
+DSQ_DEVICE u32 inverted(u32 a) { return ~a; }
+// x, negated if bit 31 of `flip` is set.
+DSQ_DEVICE float with_sign_flipped(float x, u32 flip) {
+    return float_of(bits_of(x) ^ (flip & 0x80000000u));
+}
 
 // The device faults on a misaligned access, so the twin does.
 DSQ_DEVICE Words4 load16(const void* p) {
@@ -176,6 +181,20 @@ DSQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, se
 DSQ_DEVICE u32 and_or(u32 a, u32 mask, u32 c) {
     u32 r;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(c));
+    return r;
+}
+
+// Written as C, the compiler for sm_100 makes a neg.ftz.f32 of it, which takes denormals for zeros.
+DSQ_DEVICE float with_sign_flipped(float x, u32 flip) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, 0x80000000, 0x78;" : "=r"(r) : "r"(bits_of(x)), "r"(flip));
+    return float_of(r);
+}
+
+// Once for a word, which the compiler would repeat behind every shift of it.
+DSQ_DEVICE u32 inverted(u32 a) {
+    u32 r;
+    asm("not.b32 %0, %1;" : "=r"(r) : "r"(a));
     return r;
 }
 

@@ -23,7 +23,7 @@ ADDRESS = Address(key=5, step=6)
 
 
 class Kernels:
-    """name: "torch", "native", "shim" or "gpu"; runner: of the CUDA kernels."""
+    """name: "torch", "native", "shim", "ptx" or "gpu"; runner: of the CUDA kernels."""
 
     def __init__(self, name: str, device: torch.device, runner: Any = None) -> None:
         self.name, self.device, self._runner = name, device, runner
@@ -31,7 +31,7 @@ class Kernels:
 
     @property
     def is_cuda(self) -> bool:
-        return self.name in ("shim", "gpu")
+        return self.name in ("shim", "ptx", "gpu")
 
     def runner(self, _: torch.device, backend: str) -> Kernels | None:
         """Stand for ``dispatch.cuda_runner``."""

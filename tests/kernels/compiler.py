@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +22,9 @@ from ds_quant.kernels.launch import Launch
 
 ARCHITECTURES = ("80", "90", "100")
 
-# As CuPy compiles (it appends -ftz=true after our options), and the report of ptxas in the log.
-OPTIONS = (*cuda.OPTIONS, "-ftz=true", "--ptxas-options=-v")
+# CuPy appends -ftz=true after our options.
+_AS_CUPY = (*cuda.OPTIONS, "-ftz=true")
+OPTIONS = (*_AS_CUPY, "--ptxas-options=-v")  # with the report of ptxas in the log
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
@@ -66,15 +69,38 @@ def report(launch: Launch, architecture: str, *, count: bool = True) -> Report:
     cubin, log = _compile(source(launch.kernel), options)
     spills = sum(int(number) for number in _SPILLS.findall(log))
     registers, stack = (int(pattern.search(log)[1]) for pattern in (_REGISTERS, _STACK))
-    opcodes = _disassemble(cubin) if count else None
-    if opcodes is None:
+    found = _disassemble(cubin) if count else None
+    if found is None:
         return Report(registers, spills, stack, None, None, None, None)
-    loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
+    loads = [opcode for opcode in found if opcode.startswith("LDG")]
     wide = sum(".128" in opcode for opcode in loads)
-    instructions = sum(opcode != "NOP" for opcode in opcodes)
+    instructions = sum(opcode != "NOP" for opcode in found)
     # F2I is part of every integer division.
-    flushing = sum(".FTZ" in opcode and not opcode.startswith("F2I") for opcode in opcodes)
+    flushing = sum(".FTZ" in opcode and not opcode.startswith("F2I") for opcode in found)
     return Report(registers, spills, stack, instructions, wide, len(loads) - wide, flushing)
+
+
+def ptx(text: str, macros: tuple[tuple[str, int], ...], architecture: str) -> str:
+    """Return the PTX of a kernel's source for an architecture. RuntimeError with the log."""
+    defines = [f"-D{name}={value}" for name, value in macros]
+    options = [*_AS_CUPY, f"-arch=compute_{architecture}", *defines]
+    with _compiled(text, options) as program:
+        library = _nvrtc()
+        return _read(library.nvrtcGetPTXSize, library.nvrtcGetPTX, program).rstrip(b"\0").decode()
+
+
+def opcodes(text: str, macros: tuple[tuple[str, int], ...], architecture: str) -> list[str]:
+    """Return the machine instructions of a kernel in order, without padding.
+
+    Raises:
+        RuntimeError: it does not compile, or nvdisasm is not installed.
+    """
+    defines = [f"-D{name}={value}" for name, value in macros]
+    cubin, _ = _compile(text, [*_AS_CUPY, f"-arch=sm_{architecture}", *defines])
+    found = _disassemble(cubin)
+    if found is None:
+        raise RuntimeError("counting needs nvdisasm: pip install ds_quant[nvrtc]")
+    return [opcode for opcode in found if opcode != "NOP"]
 
 
 def nvrtc_version() -> str | None:
@@ -108,20 +134,31 @@ def _nvrtc() -> ctypes.CDLL | None:
 
 
 def _compile(text: str, options: list[str]) -> tuple[bytes, str]:
+    with _compiled(text, options) as program:
+        library = _nvrtc()
+        log = _log(program)
+        return _read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program), log
+
+
+@contextmanager
+def _compiled(text: str, options: list[str]) -> Iterator[ctypes.c_void_p]:
+    """A program of NVRTC, destroyed at the end."""
     library = _nvrtc()
     program = ctypes.c_void_p()
     name = b"kernel.cu"
     library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name, 0, None, None)
     values = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     try:
-        failed = library.nvrtcCompileProgram(program, len(options), values)
-        log = _read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
-        if failed:
-            raise RuntimeError(f"NVRTC, {' '.join(options)}:\n{log.decode()}")
-        cubin = _read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+        if library.nvrtcCompileProgram(program, len(options), values):
+            raise RuntimeError(f"NVRTC, {' '.join(options)}:\n{_log(program)}")
+        yield program
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
-    return cubin, log.decode()
+
+
+def _log(program: ctypes.c_void_p) -> str:
+    library = _nvrtc()
+    return _read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).decode()
 
 
 def _read(size_of, read, program: ctypes.c_void_p) -> bytes:

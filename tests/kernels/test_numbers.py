@@ -1,7 +1,8 @@
 """Every back end against wire_oracle.py, which was written from docs/wire_format.md alone: every
 byte of a message, every bit of a value.
 
-``all_kernels`` are the torch reference, C++, and CUDA on the host; test_gpu.py has those of a GPU.
+``all_kernels`` are the torch reference, C++, and CUDA on the host; test_ptx.py has the compiler's
+output, test_gpu.py the kernels of a GPU.
 """
 
 from __future__ import annotations

@@ -42,6 +42,17 @@ def has_deepspeed(since: str) -> bool:
     return Version(version("deepspeed")) >= Version(since)
 
 
+def has_torch(since: str) -> bool:
+    """Return True if torch is this version or newer."""
+    return Version(version("torch")) >= Version(since)
+
+
+def torch(since: str, otherwise: str) -> None:
+    """Skip the calling test under an older torch. otherwise: the reason."""
+    if not has_torch(since):
+        pytest.skip(f"torch {version('torch')} {otherwise}")
+
+
 def deepspeed(since: str, otherwise: str) -> None:
     """Skip the calling test under an older DeepSpeed. otherwise: the reason."""
     if not has_deepspeed(since):

@@ -391,6 +391,8 @@ def test_a_parameter_without_a_gradient_stays_without_one() -> None:
     model(torch.ones(1, WIDTH)).sum().backward()
     assert model.bias.grad is None and model.weight.grad is not None
     optimizer.step()
+    if not hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
+        return
     model = fully_shard(Partly(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fsdp2.attach(model, {"scheme": "qsdp"}, optimizer=optimizer)

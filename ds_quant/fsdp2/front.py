@@ -262,8 +262,10 @@ class Front:
 
     # ---- events of an optimizer step ----
 
-    def before_step(self) -> None:
+    def before_step(self, *, has_moved: bool) -> None:
         """Run before an optimizer steps.
+
+        has_moved: True if another one has stepped since the weights were sent.
 
         Raises:
             RuntimeError: gradients wait for a backward that was declared the last one, or a
@@ -275,7 +277,7 @@ class Front:
         if torch_names.in_backward():
             return  # an optimizer per parameter: all are checked after the step
         self._check_messages()
-        if self.copies is not None:
+        if self.copies is not None and not has_moved:
             self.copies.note_writes()
 
     def after_step(self, *, is_new: bool) -> None:

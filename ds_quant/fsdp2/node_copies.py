@@ -38,7 +38,8 @@ class NodeCopies:
     def __init__(self, front: Front, node_shards: Sequence[NodeShard]) -> None:
         self._front = front
         self.node_shards = node_shards
-        dtypes = [dtype for each in node_shards for dtype in each.sharded.dtypes]
+        # In their own dtype, without a cast. So a write that the sent dtype does not show counts.
+        dtypes = [shard.dtype for each in node_shards for shard in each.sharded.shards()]
         self._written = WrittenWeights(dtypes, front.device)
         self._is_marked = False
         self._has_logged = False

@@ -102,7 +102,7 @@ class OptimizerSteps:
     def before(self, optimizer: Optimizer) -> None:
         """Run before ``optimizer`` steps."""
         if self._holds_parameters(optimizer) and not self._makes_state(optimizer):
-            self._front.before_step()
+            self._front.before_step(has_moved=self._is_pending)
 
     def after(self, optimizer: Optimizer) -> None:
         """Run after ``optimizer`` has stepped."""

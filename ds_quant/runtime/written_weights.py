@@ -115,7 +115,7 @@ class Fingerprints:
     """Computes the fingerprints of shards: see [Note: fingerprints].
 
     Args:
-        dtypes: by shard, the dtype in which it is sent.
+        dtypes: by shard, the dtype in which it is compared.
         device: of the fingerprints.
 
     shard_of_piece: (pieces,) int64 on the device, the shard of each fingerprint.
@@ -202,7 +202,7 @@ class WrittenWeights:
     """Fingerprints of this rank's shards: see [Note: written weights].
 
     Args:
-        dtypes: by shard, the dtype in which it is sent. A write that this dtype does not show
+        dtypes: by shard, the dtype in which it is compared. A write that this dtype does not show
             counts as none.
         device: of the fingerprints, where collectives are posted.
     """

@@ -99,7 +99,7 @@ def in_chunks(run: Run, seed: int, *, last: bool) -> None:
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @on_ranks(4)
 def test_a_loss_in_chunks_reduces_the_gradients_that_a_backward_has(micro_steps: int) -> None:
-    needs.torch("2.12", "cannot run backward through part of a module under FSDP2 alone")
+    needs.torch("2.13", "cannot run backward through part of a module under FSDP2 alone")
 
     def program(run: Run) -> None:
         for seed in range(3):
@@ -216,7 +216,7 @@ def test_weights_that_no_codec_takes_are_gathered_by_fsdp2_itself() -> None:
         return fully_shard(model)
 
     makers: dict[str, Callable[[], Any]] = {"float64": in_double}
-    if needs.has_torch("2.12"):  # before it FSDP2 gives integers a gradient, which fails
+    if needs.has_torch("2.13"):  # before it FSDP2 gives integers a gradient, which fails
         makers["uint8"] = lambda: fully_shard(WithBytes(together=False))
         makers["several dtypes"] = lambda: fully_shard(WithBytes(together=True))
     optimizer = lambda model: sgd_of([p for p in model.parameters() if p.requires_grad])  # noqa: E731

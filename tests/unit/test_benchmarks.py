@@ -74,6 +74,41 @@ def test_speed_ups_pair_neighbouring_blocks_and_leave_out_disturbed_ones() -> No
     assert (exact["speedup"], ours["speedup"]) == (1 / 3, 1)
 
 
+def test_a_share_of_communication_is_hidden_if_less_is_exposed_than_without_overlap() -> None:
+    twin = f"sdp4bit{speed.WAITING}"
+    blocks = []
+    for rate, seconds in ((100.0, {"sdp4bit": 2.0, twin: 5.0}), (0, {"sdp4bit": 1.0, twin: 1.5})):
+        for index, more in enumerate((0.0, 0.5, 9.0)):
+            for scheme, step in seconds.items():
+                # The third block is disturbed. In the second only the shaped link is slower.
+                found = block(scheme, index, step + (more if rate else 0.0), 100, more / 10)
+                blocks.append(found | {"rate": rate})
+    rows = speed.hidden({"blocks": blocks}, max_foreign=0.25)
+    assert rows == [
+        {
+            "rate": 100.0,
+            "scheme": "sdp4bit",
+            "compute_seconds": 1.0,
+            "exposed_seconds": 1.25,
+            "hidden": pytest.approx((1 - 1 / 3.5 + 1 - 1.5 / 4) / 2),
+            "hidden_min": pytest.approx(1 - 1.5 / 4),
+            "hidden_max": pytest.approx(1 - 1 / 3.5),
+        }
+    ]
+    assert speed.hidden({"blocks": blocks[:6]}, max_foreign=0.25) == []  # no compute measured
+    args = speed.parse_args(["--overlap", "--rates", "50"])
+    assert args.rates == [50, 0]
+
+
+def test_baselines_of_the_papers_differ_in_dtypes_only() -> None:
+    args = speed.parse_args([])
+    exact = speed.config_of("full_precision", 3, 2, args)
+    found = speed.config_of("sdp4bit_baseline", 3, 2, args)
+    assert found == exact | {"communication_data_type": "fp32"}
+    found = speed.config_of("qsdp_baseline", 3, 2, args)
+    assert found == exact | {"communication_data_type": "fp16", "bf16": {"enabled": False}}
+
+
 def test_engines_differ_in_their_block_only() -> None:
     args = speed.parse_args([])
     plain = speed.config_of("deepspeed_plain", 3, 2, args)

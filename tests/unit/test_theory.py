@@ -182,8 +182,8 @@ def test_nearest_rounding_stalls_and_unbiased_rounding_does_not(grid: float) -> 
         if rounding == "nearest":
             assert last == values[-200], "it moves no more"
     assert ends["nearest"] == pytest.approx(stalled, rel=0.25)
-    # All elements share a shift, and steps remember about 1 / (rate c) of them: of the mean over 200
-    # steps the deviation is about 1.4 / sqrt(200 rate) = 0.7 of it.
+    # All elements share a shift, which about 1 / (rate c) steps remember: the mean over 200 steps
+    # has a deviation of about 1.4 / sqrt(200 rate) = 0.7 of it.
     assert ends["random_shift"] < (1 + 4 * 0.7) * noise < stalled / 5
     assert ends["stochastic"] < (1 + 4 * 0.7) * noise
 

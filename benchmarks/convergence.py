@@ -36,7 +36,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -73,7 +73,7 @@ SCHEMES = (
 )
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which the training loss is averaged
-POINTS = 10  # of the held-out curve of a run from the first weights on
+POINTS = 5  # of the held-out curve of a run from the first weights on
 MEASURED = 20  # steps of a run in which reduced gradients are compared with exact ones
 BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pairs
 
@@ -243,8 +243,16 @@ class Corpus:
         return total / count
 
 
+def base_settings(settings: Settings) -> Settings:
+    """Return the settings of the base model, which all ways of summing begin at."""
+    return replace(settings, sums="zero3", returned_bits=0)
+
+
 def train_base(settings: Settings, corpus: Corpus, path: Path, clock: Clock) -> dict[str, Any]:
-    """Train the base model at a constant rate. Write its checkpoint and return it."""
+    """Train the base model at a constant rate. Write its checkpoint and return it.
+
+    settings: those of ``base_settings``.
+    """
     (entry,) = parse_schemes(BASELINE)
     simulation = settings.simulation(entry, 0)
     curve: list[dict[str, Any]] = []
@@ -448,8 +456,9 @@ def _opened(
     The base model is trained if its checkpoint is missing.
     """
     about: dict[str, Any] = {"settings": asdict(settings), "text": corpus.about}
-    path = args.out / f"base-{_digest(about)}.pt"
-    base = torch.load(path) if path.exists() else train_base(settings, corpus, path, clock)
+    of_base = base_settings(settings)
+    path = args.out / f"base-{_digest([asdict(of_base), corpus.about])}.pt"
+    base = torch.load(path) if path.exists() else train_base(of_base, corpus, path, clock)
     weights = hashlib.sha256(base["master"].cpu().numpy().tobytes()).hexdigest()
     about["base"] = {"sha256": weights, "curve": base["curve"]}
     return base, Ledger(args.out / "runs.jsonl", _digest(about)), about

@@ -159,7 +159,7 @@ def speedups_over_nodes() -> dict[str, float]:
 
 # ---- kernels on one core ----
 
-ROUNDS = 15  # of interleaved timings
+ROUNDS = 31  # of interleaved timings
 
 
 def ratios(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:

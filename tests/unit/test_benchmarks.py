@@ -272,13 +272,30 @@ def test_a_study_from_the_first_step_has_no_base_model(argv, tmp_path: Path) -> 
     found = study([*argv, "--base-steps=0", "--steps=20"])
     assert found["base"]["curve"] == []
     curve = found["runs"][0]["curve"]
-    assert [point["step"] for point in curve] == list(range(2, 21, 2))
+    assert [point["step"] for point in curve] == list(range(4, 21, 4))
     assert curve[-1]["held_out"] == found["runs"][0]["held_out"] < curve[0]["held_out"]
     page = (tmp_path / "found.md").read_text("utf-8")
     assert page.startswith("# What a scheme costs in loss from the first step: ")
     settings = convergence.Settings(base_steps=0, steps=80, lr=1.0)
     rates = [settings.rate(step, 1.0) for step in (0, 1, 2, 79)]
     assert rates == pytest.approx([0.494, 0.97575, 0.963625, 0.03], rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_study_on_a_gpu_ends_near_that_of_the_cpu(argv) -> None:
+    """Under autocast in bf16, so not with its bits."""
+    on_cpu, on_gpu = (study([*argv, f"--device={device}"]) for device in ("cpu", "cuda"))
+    for ours, other in zip(on_gpu["runs"], on_cpu["runs"], strict=True):
+        assert ours["scheme"] == other["scheme"]
+        assert ours["held_out"] == pytest.approx(other["held_out"], rel=0.02)
+
+
+def test_ways_of_summing_begin_at_one_base_model(argv, tmp_path: Path) -> None:
+    digests = set()
+    for sums in ("zero3", "hsdp"):
+        found = study([*argv, f"--sums={sums}", "--node-size=2", "--pairs=1", "--most-pairs=1"])
+        digests.add(found["base"]["sha256"])
+    assert len(digests) == len(list(tmp_path.glob("base-*.pt"))) == 1
 
 
 def test_replicas_need_several_nodes_of_several_ranks(argv, capsys) -> None:

@@ -73,7 +73,7 @@ SCHEMES = (
 )
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which the training loss is averaged
-POINTS = 5  # of the held-out curve of a run from the first weights on
+POINTS = 4  # of the held-out curve of a run from the first weights on
 MEASURED = 20  # steps of a run in which reduced gradients are compared with exact ones
 BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pairs
 

@@ -17,17 +17,16 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import claims
 import quick
 import report
 import sections
-from claims import CLAIMS, OPEN, OURS, PREDICTED, QSDP, SDP4BIT, Claim, Point, Results
+from claims import CLAIMS, MEASURED, OURS, QSDP, SDP4BIT, Claim, Point, Results
 
 PAGE = sections.ROOT / "docs" / "papers.md"
 PICTURES = {QSDP: "papers_qsdp.png", SDP4BIT: "papers_sdp4bit.png"}
@@ -48,7 +47,8 @@ two of our own. Made by `benchmarks/papers.py`, which compares every figure with
   held-out losses over that of full precision, of byte-level GPTs of 0.14 to 3.3 M parameters: see
   [results.md](results.md). Step times are those of two hosts of two CPU processes.
 - **Verdict**: *as in the paper*: our figures meet the tolerance of the row. *Otherwise*: they do
-  not, and the row says why. *Predicted*: not measured, but what bytes or a model say.
+  not, and the row says why. *In part*: part of the claim is not measured, see what the row needs.
+  *Predicted*: nothing is measured; the figures follow from bytes or a model.
 """
 
 
@@ -60,40 +60,38 @@ def points_of(claim: Claim, results: Results) -> dict[str, Point]:
     return {point.label: point for point in claim.points(results)}
 
 
+VERDICTS = {"measured": "as in the paper", "partly": "in part", "predicted": "predicted"}
+
+
 def verdict(claim: Claim) -> str:
-    if claim.evidence == OPEN:
-        return "not measured"
     if claim.differs:
         return "otherwise"
-    if claim.paper == OURS:
-        return "holds"
-    return "predicted" if claim.evidence == PREDICTED else "as in the paper"
+    return "holds" if claim.paper == OURS else VERDICTS[claim.evidence]
 
 
 def problems(claim: Claim, results: Results) -> list[str]:
     """Return what is wrong with a row: figures and verdict disagree, or a gap has no reason."""
     points = points_of(claim, results)
     found = []
-    if claim.evidence != OPEN:
-        holds = claim.holds(points)
-        if holds and claim.differs:
-            found.append(
-                f"{claim.id}: its figures meet the tolerance ({claim.tolerance}), but the row says "
-                "why they do not: remove `differs`"
-            )
-        if not holds and not claim.differs:
-            found.append(
-                f"{claim.id}: its figures do not meet the tolerance ({claim.tolerance}): measure "
-                f"again, or say why in `differs`: {_listed(points.values())}"
-            )
-    if claim.evidence != claims.MEASURED and not claim.needs:
-        found.append(f"{claim.id}: not measured, and `needs` does not say what it takes")
+    holds = claim.holds(points)
+    if holds and claim.differs:
+        found.append(
+            f"{claim.id}: its figures meet the tolerance ({claim.tolerance}), but the row says why "
+            "they do not: remove `differs`"
+        )
+    if not holds and not claim.differs:
+        found.append(
+            f"{claim.id}: its figures do not meet the tolerance ({claim.tolerance}): measure "
+            f"again, or say why in `differs`: {_listed(points.values())}"
+        )
+    if claim.evidence != MEASURED and not claim.needs:
+        found.append(f"{claim.id}: {claim.evidence}, and `needs` does not say what it takes")
     if not claim.needs and any(point.ours is None for point in points.values()):
         found.append(f"{claim.id}: a point without a figure of ours, and nothing in `needs`")
     return found
 
 
-def _listed(points: Any) -> str:
+def _listed(points: Iterable[Point]) -> str:
     return "; ".join(f"{point.label}: {ours(point)}" for point in points)
 
 
@@ -159,10 +157,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summary(claim: Claim, results: Results) -> str:
-    """Return one or two points of a claim for the table at the top."""
-    shown = [point for point in points_of(claim, results).values() if point.ours is not None]
-    with_theirs = [point for point in shown if point.theirs is not None]
-    return _listed((with_theirs or shown)[:2]) or f"needs {claim.needs}"
+    """Return the points of a claim for the table at the top."""
+    points = points_of(claim, results)
+    return _listed(points[label] for label in claim.shown or list(points)[:2])
 
 
 def details(claim: Claim, results: Results) -> str:
@@ -172,8 +169,6 @@ def details(claim: Claim, results: Results) -> str:
     header = ["", "paper", "here"] if has_theirs else ["", "here"]
     rows = []
     for point in points.values():
-        if point.unit == "hidden":
-            continue
         cells = [point.label, theirs(point, claim), ours(point)]
         rows.append(cells if has_theirs else [cells[0], cells[2]])
     lines = [
@@ -231,7 +226,7 @@ def draw_qsdp(results: Results, path: Path) -> None:
         yscale="log",
         xlabel="step",
         ylabel="f",
-        title=f"Q1: SGD on points {quick.CURVE_GRID:g} apart; only nearest rounding stalls",
+        title=f"Q1: on points {quick.CURVE_GRID:g} apart nearest rounding stalls",
     )
     by_id = {claim.id: claim for claim in CLAIMS}
     low = points_of(by_id["Q3"], results)
@@ -257,6 +252,7 @@ def draw_qsdp(results: Results, path: Path) -> None:
         ylabel="loss above full precision, %",
         title="Q3: learned levels help the decoded weights",
     )
+    middle.set_xticks(widths)
     plot_style.plain_ticks(middle.yaxis)
     speeds = {f"Q6, {label}": p for label, p in points_of(by_id["Q6"], results).items()}
     speeds |= {f"Q7, {label}, bytes": p for label, p in points_of(by_id["Q7"], results).items()}

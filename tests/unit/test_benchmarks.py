@@ -272,7 +272,7 @@ def test_a_study_from_the_first_step_has_no_base_model(argv, tmp_path: Path) -> 
     found = study([*argv, "--base-steps=0", "--steps=20"])
     assert found["base"]["curve"] == []
     curve = found["runs"][0]["curve"]
-    assert [point["step"] for point in curve] == list(range(4, 21, 4))
+    assert [point["step"] for point in curve] == list(range(5, 21, 5))
     assert curve[-1]["held_out"] == found["runs"][0]["held_out"] < curve[0]["held_out"]
     page = (tmp_path / "found.md").read_text("utf-8")
     assert page.startswith("# What a scheme costs in loss from the first step: ")

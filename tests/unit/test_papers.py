@@ -66,7 +66,7 @@ def test_a_figure_outside_its_tolerance_and_a_reason_that_is_not_needed_are_foun
     assert "say why in `differs`: 0.14 M parameters: +0.048 +-0.008 %" in problem
     without_reason = replace(BY_ID["S6"], needs="")
     (problem,) = papers.problems(without_reason, COMMITTED)
-    assert "`needs` does not say what it takes" in problem
+    assert problem == "S6: predicted, and `needs` does not say what it takes"
 
 
 def test_a_row_of_seconds_is_measured_and_shown(capsys) -> None:

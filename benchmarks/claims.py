@@ -142,8 +142,8 @@ _SMALL = (
     "--schemes "
 )
 _START = (
-    "python benchmarks/convergence.py --layers 2 --width 64 --seq-len 64 --base-steps 0 "
-    "--steps 400 --pairs {pairs} --most-pairs {pairs} --schemes "
+    "python benchmarks/convergence.py --layers 2 --width 64 --seq-len 64 --base-steps 0 --steps "
+    "400 --pairs {pairs} --most-pairs {pairs} --schemes "
 )
 _LAB = "sudo python benchmarks/speed.py --stages 3 --topologies 2x2 --rates 10 50 200 --schemes "
 _LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
@@ -220,8 +220,8 @@ QSDP_CLAIMS = (
             if not label.startswith("step ")
         ],
         tolerance="on every grid nearest rounding ends at 2.5 times the value of the others or "
-        "more; "
-        "with the shift it falls by 100 or more from grid 0.5 to 0.02 (by theory 625, its square)",
+        "more; with the shift it falls by 100 or more from grid 0.5 to 0.02 (by theory 625, its "
+        "square)",
         holds=lambda points: (
             all(
                 value(points, f"grid {grid:g}, nearest")
@@ -233,9 +233,8 @@ QSDP_CLAIMS = (
             > 100 * value(points, "grid 0.02, random_shift")
         ),
         how="a quadratic of 50 dimensions with curvatures 1 to 4, learning rate 0.02, 1000 steps "
-        "of "
-        "x <- Q(x - rate grad f) with the codecs of this package on a fixed grid; f is the mean of "
-        "the last 300 steps (benchmarks/theory.py); f of the start is 79.2",
+        "of x <- Q(x - rate grad f) with the codecs of this package on a fixed grid; f is the "
+        "mean of the last 300 steps (benchmarks/theory.py); f of the start is 79.2",
         measure=quick.stall,
     ),
     Claim(
@@ -261,8 +260,8 @@ QSDP_CLAIMS = (
         how="held-out loss over that of full precision, on the documentation of CPython, byte by "
         "byte",
         command=_START.format(pairs=4) + "qsdp",
-        needs="the paper's sizes: 125 M parameters take 1.9e18 FLOP per run, about 1.3 hours of an "
-        "H100 (`--device cuda --text installed --limit 540`)",
+        needs="the paper's sizes: 125 M parameters take 1.9e18 FLOP per run, about 1.3 hours of "
+        "an H100 (`--device cuda --text installed --limit 540`)",
     ),
     Claim(
         id="Q3",
@@ -279,27 +278,26 @@ QSDP_CLAIMS = (
         theirs="uniform levels degrade visibly at 4 and 5 bits, learned ones recover most of it",
         points=_low_widths,
         tolerance="with 4 and 5 bits the decoded weights lose least with learned levels, and with "
-        "4 "
-        "bits the exact ones no more than with the shift",
+        "4 bits the exact ones no more than with the shift",
         holds=_learned_levels_help,
-        differs="Learned levels are rounded to nearest, and that decides. Under nearest rounding a "
-        "weight's decoded value stays the same over many steps, so training fits the other weights "
-        "to it: the decoded weights lose less, and the exact ones, with which nobody computed, "
-        "more. "
-        "The random shift draws another decoded value in every step: training can fit none of them "
-        "and fits the exact weights instead. Against the control, uniform levels to nearest, "
-        "learned levels lose less with 4 and 5 bits in both kinds of weights. A user who exports "
-        "the exact weights takes the shift, one who serves the quantized ones learned levels.",
-        how="gradients of 4 bits everywhere, as in the paper's W4G4 to W6G4; levels are learned at "
-        "steps 1, 75, 150 and 225 of 300",
+        differs="Learned levels are rounded to nearest, and that decides. Under nearest rounding "
+        "a weight's decoded value stays the same over many steps, so training fits the other "
+        "weights to it: the decoded weights lose less, and the exact ones, with which nobody "
+        "computed, more. The random shift draws another decoded value in every step: training can "
+        "fit none of them and fits the exact weights instead. Against the control, uniform levels "
+        "to nearest, learned levels lose less with 4 and 5 bits in both kinds of weights. A user "
+        "who exports the exact weights takes the shift, one who serves the quantized ones learned "
+        "levels.",
+        how="gradients of 4 bits everywhere, as in the paper's W4G4 to W6G4; levels are learned "
+        "at steps 1, 75, 150 and 225 of 300",
         command=_SMALL + f"'qsdp_w4g4,qsdp_w4g4:weights.rounding=nearest,qsdp_w4g4:{_LEARNED}'",
         needs="the paper's sizes, on a GPU",
     ),
     Claim(
         id="Q4",
         paper=QSDP,
-        name="Without buckets 8 bits lose more than 2 units of perplexity; the paper takes buckets "
-        "of 1024.",
+        name="Without buckets 8 bits lose more than 2 units of perplexity; the paper takes "
+        "buckets of 1024.",
         place="experiments",
         unchecked=True,
         shown=("8 bits, groups of 1024", "8 bits, one group per shard"),
@@ -308,9 +306,9 @@ QSDP_CLAIMS = (
         tolerance="one group per shard loses more than 1 % with 8 bits",
         holds=lambda points: value(points, "8 bits, one group per shard") > 1.0,
         differs="Here a shard is a group of at most 4096 elements; the paper's is a layer of "
-        "millions, whose largest weight stretches the range of all. With 8 bits even one group per "
-        "shard costs little. With 4 bits the order shows: the larger the group, the larger the "
-        "loss.",
+        "millions, whose largest weight stretches the range of all. With 8 bits even one group "
+        "per shard costs little. With 4 bits the order shows: the larger the group, the larger "
+        "the loss.",
         how="group size of the weights; gradients in groups of 1024",
         command=_SMALL + "qsdp,qsdp:weights.group_size=128,qsdp:weights.group_size=8192,"
         "qsdp_w4g4,qsdp_w4g4:weights.group_size=128,qsdp_w4g4:weights.group_size=8192",
@@ -565,8 +563,7 @@ SDP4BIT_CLAIMS = (
         place="Table 3",
         shown=("TLq-HS, groups of 64", "TLq-HS, groups of 128", "TLq-HS, groups of 512"),
         theirs="TLq-HS +0.063, +0.059 and +0.121 % with groups of 64, 128 and 512; qW +4.4, +6.7 "
-        "and "
-        "+12.2 % with 32, 128 and 2048",
+        "and +12.2 % with 32, 128 and 2048",
         points=_group_sizes,
         tolerance="within a factor of 2.5 of the paper; groups of 512 lose more than those of 64 "
         "and 128",
@@ -577,8 +574,7 @@ SDP4BIT_CLAIMS = (
         ),
         how="one group size for both hops, as the paper's code has it; during the decay",
         command=_SMALL + "tlq_hs,tlq_hs:gradients.group_size=64,gradients.intra.group_size=64,"
-        "tlq_hs:gradients.group_size=512,gradients.intra.group_size=512,qw4,"
-        "qw4:weights.group_size=32,qw4:weights.group_size=128",
+        "tlq_hs:gradients.group_size=512,gradients.intra.group_size=512,qw4,qw4:weights.group_size=32,qw4:weights.group_size=128",
     ),
     Claim(
         id="S3",
@@ -595,9 +591,8 @@ SDP4BIT_CLAIMS = (
         tolerance="the gap of the largest model is above that of the smallest",
         holds=lambda points: value(points, "3.3 M") > value(points, "0.14 M parameters"),
         differs="Here it falls with size. The sizes are a thousandth of the paper's, the codec "
-        "acts "
-        "during the decay only, and larger models are farther from converged, where all gaps are "
-        "within the noise. Neither trend says anything about the other.",
+        "acts during the decay only, and larger models are farther from converged, where all gaps "
+        "are within the noise. Neither trend says anything about the other.",
         how="during the decay; see `docs/results.md`",
         command="python benchmarks/convergence.py --layers 4 --width 256 --heads 8 --seq-len 64 "
         "--base-steps 1500 --steps 200 --schemes sdp4bit",
@@ -607,8 +602,7 @@ SDP4BIT_CLAIMS = (
         id="S4",
         paper=SDP4BIT,
         name="Differences converge where weights replaced by their codes stick; the error "
-        "contracts "
-        "and stays bounded.",
+        "contracts and stays bounded.",
         place="Theorem 4.1, counterexample 4.1",
         shown=("counterexample, replaced by codes", "counterexample, differences"),
         theirs="replaced weights stay at (1, -1), differences go to 0",
@@ -624,8 +618,8 @@ SDP4BIT_CLAIMS = (
             and value(points, "lag at 0.0006, nearest") <= 1.15
         ),
         how="the paper's counterexample with the 2-bit codec, and replicas of 32,768 weights that "
-        "walk at random at three learning rates (benchmarks/theory.py); contraction, bounded error "
-        "and smoothing are tests: `tests/unit/test_theory.py`",
+        "walk at random at three learning rates (benchmarks/theory.py); contraction, bounded "
+        "error and smoothing are tests: `tests/unit/test_theory.py`",
         measure=quick.differences,
     ),
     Claim(
@@ -668,8 +662,8 @@ SDP4BIT_CLAIMS = (
             value(points, "both") > value(points, "TLq-HS alone") > value(points, "qWD alone")
             and all((point.ours or 0.0) >= (point.theirs or 0.0) for point in points.values())
         ),
-        how="what the bytes allow under ZeRO-1, against bf16 weights and fp32 gradients; theirs is "
-        "the middle of the range",
+        how="what the bytes allow under ZeRO-1, against bf16 weights and fp32 gradients; theirs "
+        "is the middle of the range",
         measure=quick.sdp4bit_bytes,
         command="sudo python benchmarks/speed.py --stages 2 --topologies 2x2 --rates 10 50 200 "
         "--schemes sdp4bit_baseline full_precision qwd tlq_hs sdp4bit --baseline sdp4bit_baseline",
@@ -706,15 +700,14 @@ SDP4BIT_CLAIMS = (
             )
         ],
         tolerance="fusing saves 10 % of the time to encode or more; bytes within a factor of 1.25 "
-        "of "
-        "the paper's times",
+        "of the paper's times",
         holds=lambda points: (
             value(points, "time saved by fusing the transform, encoding") >= 10
             and _within(1.25)({"bytes": points["fewer bytes of gradients between nodes"]})
         ),
-        how="8-bit codes of fp32 gradients by the C++ kernels on one core, fused against transform "
-        "and encode one after the other, interleaved, equal bytes; the paper's figure includes the "
-        "network",
+        how="8-bit codes of fp32 gradients by the C++ kernels on one core, fused against "
+        "transform and encode one after the other, interleaved, equal bytes; the paper's figure "
+        "includes the network",
         measure=quick.hadamard_fusion,
         command="sudo python benchmarks/speed.py --stages 2 --topologies 2x2 --rates 10 50 "
         "--schemes sdp4bit_baseline tlq_hs ulq --baseline sdp4bit_baseline",
@@ -732,8 +725,7 @@ SDP4BIT_CLAIMS = (
             for label, theirs in _TABLE_5.items()
         ],
         tolerance="with the transform 0.7 of the speed or more: a core computes longer than it "
-        "moves "
-        "bytes, unlike a GPU",
+        "moves bytes, unlike a GPU",
         holds=lambda points: all((point.ours or 0.0) >= 0.7 for point in points.values()),
         how="4-bit codes of fp32 values by the C++ kernels on one core, with and without the "
         "transform, interleaved",
@@ -754,8 +746,7 @@ SDP4BIT_CLAIMS = (
         tolerance="nothing under ZeRO-1 and 2",
         holds=lambda points: value(points, "ZeRO-1") == value(points, "ZeRO-2") == 0.0,
         how="by formula, which `tests/distributed/test_memory.py` holds to what ranks allocate; "
-        "the "
-        "paper has no ZeRO-3, where every node keeps the weights once",
+        "the paper has no ZeRO-3, where every node keeps the weights once",
         measure=quick.kept_bytes,
         needs="a GPU for the peak: section D of `benchmarks/gpu_suite.sh`",
     ),
@@ -820,8 +811,8 @@ SDP4BIT_CLAIMS = (
             and value(points, "step, 10 Mbit/s, 10.8 M parameters") >= 2
         ),
         how="steps to the loss that full precision has after nine tenths of its steps, times the "
-        "speed-up of a step in the lab; of two models, because the lab's is too large to train and "
-        "the other too small to be slow",
+        "speed-up of a step in the lab; of two models, because the lab's is too large to train "
+        "and the other too small to be slow",
         command=_START.format(pairs=4) + "sdp4bit",
         needs="one model trained in the lab for hours, or a cluster",
     ),
@@ -859,8 +850,7 @@ OUR_CLAIMS = (
             for label, figure in results.quick("X2").items()
         ],
         tolerance="within 1e-5 in full precision: under HSDP sums are rounded to bf16 once more, "
-        "on "
-        "their way back",
+        "on their way back",
         holds=lambda points: value(points, "largest difference of 10 losses") <= 1e-5,
         how="both simulated with the bits of real ranks, which "
         "`test_simulated_replicas_end_with_the_bits_of_real_ones` and "

@@ -42,13 +42,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
 
 import convergence_page
 import paired
 import report
 import text
-import torch
 from gpt import GPT, GPTConfig
 from schemes import SchemeEntry, parse_schemes, with_overrides
 from simulated import Simulation

@@ -98,7 +98,7 @@ def _listed(points: Iterable[Point]) -> str:
 def ours(point: Point) -> str:
     """Format our figure with its interval."""
     if point.ours is None:
-        return ""
+        return "not measured: see *Needs*"
     text = number(point.ours, point.unit)
     if point.half is not None:
         text += f" +-{number(point.half, point.unit).lstrip('+')}"

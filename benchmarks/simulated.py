@@ -372,12 +372,14 @@ class Simulation:
             for param, levels in zip(rank.all_params(), progress["levels"], strict=True):
                 param.levels = levels
 
-    def loss(self, *batch: Tensor) -> Tensor:
+    def loss(self, *batch: Any) -> Tensor:
         """Return the loss of the module with its present weights, a scalar.
 
-        batch: inputs of the module, on any device.
+        batch: inputs of the module; tensors may be on any device.
         """
-        inputs = [values.to(self._device) for values in batch]
+        inputs = [
+            values.to(self._device) if isinstance(values, Tensor) else values for values in batch
+        ]
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             return self.module(*inputs)
 

@@ -65,8 +65,10 @@ def test_a_figure_outside_its_tolerance_and_a_reason_that_is_not_needed_are_foun
     (problem,) = papers.problems(unmet, COMMITTED)
     assert "say why in `differs`: 0.14 M parameters: +0.048 +-0.008 %" in problem
     without_reason = replace(BY_ID["S6"], needs="")
-    (problem,) = papers.problems(without_reason, COMMITTED)
-    assert problem == "S6: predicted, and `needs` does not say what it takes"
+    assert papers.problems(without_reason, COMMITTED) == [
+        "S6: predicted, and `needs` does not say what it takes",
+        "S6: a point without a figure of ours, and nothing in `needs`",
+    ]
 
 
 def test_a_row_of_seconds_is_measured_and_shown(capsys) -> None:

@@ -267,6 +267,7 @@ QSDP_CLAIMS = (
         command=_START.format(pairs=4) + "qsdp",
         needs="the paper's sizes: 125 M parameters take 1.9e18 FLOP per run, about 1.3 hours of "
         "an H100 (`--device cuda --text installed --limit 540`)",
+        hours=0.1,
     ),
     Claim(
         id="Q3",
@@ -297,6 +298,7 @@ QSDP_CLAIMS = (
         "at steps 1, 75, 150 and 225 of 300",
         command=_SMALL + f"'qsdp_w4g4,qsdp_w4g4:weights.rounding=nearest,qsdp_w4g4:{_LEARNED}'",
         needs="the paper's sizes, on a GPU",
+        hours=0.25,
     ),
     Claim(
         id="Q4",
@@ -318,6 +320,7 @@ QSDP_CLAIMS = (
         command=_SMALL + "qsdp,qsdp:weights.group_size=128,qsdp:weights.group_size=8192,"
         "qsdp_w4g4,qsdp_w4g4:weights.group_size=128,qsdp_w4g4:weights.group_size=8192",
         needs="layers of millions of elements in one group: the package allows groups up to 65,536",
+        hours=0.15,
     ),
     Claim(
         id="Q5",
@@ -344,6 +347,7 @@ QSDP_CLAIMS = (
         how="held-out loss of the exact weights over that of full precision, during the decay",
         command=_SMALL + "qsdp,qsdp:weights.rounding=nearest,qsdp:weights.rounding=stochastic,"
         "qsdp_w4g4,qsdp_w4g4:weights.rounding=nearest,qsdp_w4g4:weights.rounding=stochastic",
+        hours=0.15,
     ),
     Claim(
         id="Q6",
@@ -565,6 +569,7 @@ SDP4BIT_CLAIMS = (
         command=_START.format(pairs=4) + "sdp4bit,qwd,tlq_hs,tlq,qw4",
         needs="the paper's sizes: 125 M and 350 M parameters on a GPU (`--device cuda --text "
         "installed --limit 540`), 1.3 B and 6.7 B on a cluster",
+        hours=0.3,
     ),
     Claim(
         id="S2",
@@ -585,6 +590,7 @@ SDP4BIT_CLAIMS = (
         how="one group size for both hops, as the paper's code has it; during the decay",
         command=_SMALL + "tlq_hs,tlq_hs:gradients.group_size=64,gradients.intra.group_size=64,"
         "tlq_hs:gradients.group_size=512,gradients.intra.group_size=512,qw4,qw4:weights.group_size=32,qw4:weights.group_size=128",
+        hours=0.15,
     ),
     Claim(
         id="S3",
@@ -807,6 +813,7 @@ SDP4BIT_CLAIMS = (
         evidence=PARTLY,
         needs="more pairs: the interval is wider than what a codec costs in the first steps",
         command=_START.format(pairs=4) + "sdp4bit,sdp4bit:warmup_steps=100",
+        hours=0.1,
     ),
     Claim(
         id="S13",
@@ -831,6 +838,7 @@ SDP4BIT_CLAIMS = (
         "train and the other too small to be slow",
         command=_START.format(pairs=4) + "sdp4bit",
         needs="one model trained in the lab for hours, or a cluster",
+        hours=0.1,
     ),
 )
 
@@ -853,6 +861,7 @@ OUR_CLAIMS = (
         how="two nodes, exact weights in both; the error of what is sent back is the same on all "
         "nodes, so it does not average out as that of the way there",
         command=_SMALL + "eden4 --sums hsdp",
+        hours=0.1,
     ),
     Claim(
         id="X2",

@@ -144,7 +144,7 @@ def page(results: Results) -> str:
         )
     parts = [ABOUT.strip(), table(["", "claim", "paper", "here", "verdict"], rows)]
     hours = sum(claim.hours for claim in CLAIMS)
-    parts.append(f"The losses of this page took {hours:.1f} hours of one CPU core.")
+    parts.append(f"The losses of rows that say so took {hours:.1f} hours of one CPU core together.")
     for paper, picture in PICTURES.items():
         parts.append(f"![{paper}: figures of the paper beside ours]({picture})")
     parts += [details(claim, results) for claim in CLAIMS]
@@ -173,9 +173,7 @@ def details(claim: Claim, results: Results) -> str:
         rows.append(cells if has_theirs else [cells[0], cells[2]])
     lines = [
         f"## {claim.id}",
-        f"**{claim.name}** {claim.paper if claim.paper != OURS else 'Ours'}, {claim.place}."
-        if claim.paper != OURS
-        else f"**{claim.name}**",
+        f"**{claim.name}**" + ("" if claim.paper == OURS else f" {claim.paper}, {claim.place}."),
         sections.table(header, rows),
     ]
     if claim.differs:
@@ -188,7 +186,7 @@ def details(claim: Claim, results: Results) -> str:
     if claim.needs:
         facts.append(f"- Needs: {claim.needs}.")
     if claim.hours:
-        facts.append(f"- Took: {claim.hours:.1f} hours of one CPU core.")
+        facts.append(f"- Took: about {60 * claim.hours:.0f} minutes of one CPU core.")
     lines.append("\n".join(facts))
     return "\n\n".join(lines)
 

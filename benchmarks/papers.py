@@ -26,11 +26,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import quick
 import report
 import sections
-from claims import CLAIMS, MEASURED, OURS, QSDP, SDP4BIT, Claim, Point, Results
+from claims import CLAIMS, MEASURED, OURS, QSDP, SDP4BIT, UNCHECKED, Claim, Point, Results
 
 PAGE = sections.ROOT / "docs" / "papers.md"
 PICTURES = {QSDP: "papers_qsdp.png", SDP4BIT: "papers_sdp4bit.png"}
-MARK = "†"
 
 ABOUT = f"""\
 # What do the papers claim, and what comes out here?
@@ -39,7 +38,7 @@ One row per claim of QSDP (Markov et al., ICML 2023) and of SDP4Bit (Jia et al.,
 two of our own. Made by `benchmarks/papers.py`, which compares every figure with its tolerance in
 `make test`.
 
-- **Paper**: the figures of the paper. {MARK}: quoted from memory and secondary sources, not checked
+- **Paper**: the figures of the paper. {UNCHECKED}: quoted from memory and secondary sources, not checked
   against the paper. Of QSDP only its abstract was read: up to 2.2 times as fast, up to 1.3 B
   parameters, accuracy preserved, "essentially no overheads". SDP4Bit's figures were read in the
   paper.
@@ -109,7 +108,7 @@ def theirs(point: Point, claim: Claim) -> str:
     """Format the paper's figure."""
     if point.theirs is None:
         return ""
-    mark = f" {MARK}" if claim.unchecked else ""
+    mark = f" {UNCHECKED}" if claim.unchecked else ""
     return number(point.theirs, point.unit) + _unit(point.unit) + mark
 
 
@@ -132,7 +131,7 @@ def page(results: Results) -> str:
     """Return docs/papers.md."""
     rows = []
     for claim in CLAIMS:
-        mark = f" {MARK}" if claim.unchecked else ""
+        mark = f" {UNCHECKED}" if claim.unchecked else ""
         rows.append(
             [
                 f"[{claim.id}](#{claim.id.lower()})",
@@ -294,6 +293,7 @@ def _dots(axes: Any, points: dict[str, Point], unit: str, title: str) -> None:
     """Draw the paper's figures as hollow marks and ours as filled ones, a row per point."""
     from ds_quant.tools import plot_style
 
+    points = {label: p for label, p in points.items() if (p.ours, p.theirs) != (None, None)}
     shades = plot_style.colors(("the paper", "here"))
     for kind, marker, filled in (("the paper", "D", "none"), ("here", "o", shades["here"])):
         rows, found, halves = [], [], []

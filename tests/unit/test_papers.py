@@ -107,5 +107,5 @@ def test_a_loss_is_reached_between_two_points_of_a_curve() -> None:
 def test_numbers_have_their_units_and_what_is_unchecked_a_mark() -> None:
     point = Point(label="", theirs=2.2, ours=0.0321, half=0.009, unit="%")
     assert papers.ours(point) == "+0.032 +-0.009 %"
-    assert papers.theirs(point, BY_ID["Q4"]) == f"+2.20 % {papers.MARK}"
+    assert papers.theirs(point, BY_ID["Q4"]) == f"+2.20 % {claims.UNCHECKED}"
     assert papers.theirs(point, BY_ID["S1"]) == "+2.20 %"

@@ -38,8 +38,8 @@ One row per claim of QSDP (Markov et al., ICML 2023) and of SDP4Bit (Jia et al.,
 two of our own. Made by `benchmarks/papers.py`, which compares every figure with its tolerance in
 `make test`.
 
-- **Paper**: the figures of the paper. {UNCHECKED}: quoted from memory and secondary sources, not checked
-  against the paper. Of QSDP only its abstract was read: up to 2.2 times as fast, up to 1.3 B
+- **Paper**: the figures of the paper. {UNCHECKED}: quoted from memory and secondary sources, not
+  checked against the paper. Of QSDP only its abstract was read: up to 2.2 times as fast, up to 1.3 B
   parameters, accuracy preserved, "essentially no overheads". SDP4Bit's figures were read in the
   paper.
 - **Here**: ours, with the 95 % interval of a loss or half the range of a step time. Losses are

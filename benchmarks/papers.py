@@ -39,9 +39,9 @@ two of our own. Made by `benchmarks/papers.py`, which compares every figure with
 `make test`.
 
 - **Paper**: the figures of the paper. {UNCHECKED}: quoted from memory and secondary sources, not
-  checked against the paper. Of QSDP only its abstract was read: up to 2.2 times as fast, up to 1.3 B
-  parameters, accuracy preserved, "essentially no overheads". SDP4Bit's figures were read in the
-  paper.
+  checked against the paper. Of QSDP only its abstract was read: up to 2.2 times as fast, up to
+  1.3 B parameters, accuracy preserved, "essentially no overheads". SDP4Bit's figures were read in
+  the paper.
 - **Here**: ours, with the 95 % interval of a loss or half the range of a step time. Losses are
   held-out losses over that of full precision, of byte-level GPTs of 0.14 to 3.3 M parameters: see
   [results.md](results.md). Step times are those of two hosts of two CPU processes.

@@ -860,8 +860,8 @@ OUR_CLAIMS = (
         ],
         tolerance="4 bits back cost less than 0.15 %",
         holds=lambda points: value(points, "4 bits there, 4 back (HSDP)") < 0.15,
-        how="two nodes, exact weights in all three; the error of what is sent back is the same on all "
-        "nodes, so it does not average out as that of the way there",
+        how="two nodes, exact weights in all three; the error of what is sent back is the same on "
+        "all nodes, so it does not average out as that of the way there",
         command=_SMALL + "eden4 --sums hsdp",
         hours=0.1,
     ),

@@ -11,7 +11,16 @@ widest interval gets one more, until all intervals are narrow. Ranks are simulat
 with the bits of real ones (simulated.py).
 
 Every finished run is a line in OUT/runs.jsonl; the next call continues there. `--report` only
-writes the result file and its section.
+writes the result file and its section. With `--limit SECONDS` a call ends in the middle of a run
+and leaves a checkpoint, from which the next call goes on with equal bits.
+
+`--base-steps 0` trains every run from the first weights on: the rate rises over the first steps and
+then falls, and the codec acts in all of them.
+
+`--sums hsdp` and `--sums ddp` sum gradients as HSDP and DDP do (simulated_replicas.py).
+
+`--device cuda` trains on a GPU with bf16 autocast. There bits depend on the GPU. `--text installed`
+has 60 MB of Python source for models of a hundred million parameters.
 
 `--tune source` fine-tunes instead: every scheme continues from the base model with a new optimizer,
 at --tune-lr, on Python source or a file of yours. The loss is that of held-out text of that kind.
@@ -25,29 +34,35 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
 
 import convergence_page
 import paired
 import report
 import text
-import torch
 from gpt import GPT, GPTConfig
 from schemes import SchemeEntry, parse_schemes, with_overrides
 from simulated import Simulation
+from simulated_replicas import WAYS, of_width
 from torch import Tensor
 from tqdm import tqdm
 
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
+from ds_quant.policy.route import returned_codec
 from ds_quant.policy.scheme import Scheme
 
 BASELINE = "full_precision"
@@ -60,13 +75,23 @@ SCHEMES = (
 )
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which the training loss is averaged
+POINTS = 4  # of the held-out curve of a run from the first weights on
 MEASURED = 20  # steps of a run in which reduced gradients are compared with exact ones
 BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pairs
 
 
+CHOICES = {"sums": ("zero3", *WAYS), "device": ("cpu", "cuda")}
+MAY_BE_ZERO = ("base_steps", "returned_bits")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of all runs of a study. batch: sequences per rank and micro-step."""
+    """Settings of all runs of a study.
+
+    batch: sequences per rank and micro-step.
+    base_steps: steps of the base model; 0: runs begin at the initial weights.
+    sums, returned_bits: see ``Simulation``.
+    """
 
     layers: int = 2
     width: int = 128
@@ -79,6 +104,9 @@ class Settings:
     base_steps: int = 3000
     steps: int = 300
     lr: float = 2e-3
+    sums: str = "zero3"
+    returned_bits: int = 0
+    device: str = "cpu"
 
     @property
     def topology(self) -> Topology:
@@ -94,7 +122,7 @@ class Settings:
             seq_len=self.seq_len,
             compute_dtype=torch.float32,
         )
-        return GPT(config).bfloat16()
+        return GPT(config).bfloat16().to(self.device)
 
     def scheme(self, entry: SchemeEntry, seed: int) -> Scheme:
         """Return the scheme of an entry of --schemes. seed: of its random bits."""
@@ -111,7 +139,70 @@ class Settings:
             partial(torch.optim.AdamW, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1),
             topology=self.topology,
             micro_steps=self.micro_steps,
+            sums=self.sums,
+            returned_bits=self.returned_bits,
         )
+
+    def rate(self, step: int, first: float) -> float:
+        """Return the learning rate of a step of a run: ``first``, falling to FLOOR of it.
+
+        Without a base model the rate rises first.
+        """
+        rate = first * (1 - (1 - FLOOR) * (step + 1) / self.steps)
+        if self.base_steps:
+            return rate
+        return rate * min(1, (step + 1) / warmup_steps(self.steps))
+
+
+def warmup_steps(steps: int) -> int:
+    """Return over how many of a training's first steps the rate rises."""
+    return max(1, steps // 40)
+
+
+# ---- the time of a call ----
+
+
+class OutOfTime(Exception):
+    """The time of the call is over. The message says where the run will go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Ends a call after ``limit`` seconds, and keeps what a run needs to go on.
+
+    folder: of the checkpoint.
+    end: on the clock of ``time.monotonic``; None: no limit.
+    """
+
+    folder: Path
+    end: float | None
+
+    def saved(self, run: str) -> dict[str, Any] | None:
+        """Return the checkpoint of a run, None if it has none. run: its name."""
+        path = self._path(run)
+        return torch.load(path) if path.exists() else None
+
+    def check(self, run: str, state: Callable[[], dict[str, Any]]) -> None:
+        """Return if there is time. Otherwise write a checkpoint.
+
+        state: makes its content.
+
+        Raises:
+            OutOfTime: the checkpoint is written.
+        """
+        if self.end is None or time.monotonic() < self.end:
+            return
+        path = self._path(run)
+        torch.save(state(), path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+        raise OutOfTime(f"the time is over in the run {run!r}: call again to go on")
+
+    def forget(self, run: str) -> None:
+        """Remove the checkpoint of a finished run."""
+        self._path(run).unlink(missing_ok=True)
+
+    def _path(self, run: str) -> Path:
+        return self.folder / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}.pt"
 
 
 # ---- runs ----
@@ -150,17 +241,32 @@ class Corpus:
         targets = self._held_out[1 : count * seq_len + 1].long().view(count, seq_len)
         total = 0.0
         for x, y in zip(inputs.split(32), targets.split(32), strict=True):
-            total += float(simulation.module(x, y)) * len(x)
+            total += float(simulation.loss(x, y)) * len(x)
         return total / count
 
 
-def train_base(settings: Settings, corpus: Corpus, path: Path) -> dict[str, Any]:
-    """Train the base model at a constant rate. Write its checkpoint and return it."""
+def base_settings(settings: Settings) -> Settings:
+    """Return the settings of the base model, which all ways of summing begin at."""
+    return replace(settings, sums="zero3", returned_bits=0)
+
+
+def train_base(settings: Settings, corpus: Corpus, path: Path, clock: Clock) -> dict[str, Any]:
+    """Train the base model at a constant rate. Write its checkpoint and return it.
+
+    settings: those of ``base_settings``.
+    """
     (entry,) = parse_schemes(BASELINE)
     simulation = settings.simulation(entry, 0)
     curve: list[dict[str, Any]] = []
-    warmup = max(1, settings.base_steps // 40)
-    bar = tqdm(range(settings.base_steps), desc="base model", disable=None, leave=False)
+    first = 0
+    run = path.stem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    saved = clock.saved(run)
+    if saved is not None:
+        simulation.resume(saved["simulation"])
+        curve, first = saved["curve"], saved["simulation"]["step"]
+    warmup = warmup_steps(settings.base_steps)
+    bar = tqdm(range(first, settings.base_steps), desc="base model", disable=None, leave=False)
     for step in bar:
         simulation.set_rate(settings.lr * min(1, (step + 1) / warmup))
         loss, _ = simulation.step(partial(corpus.batch, BASE_SEED, step))
@@ -168,10 +274,11 @@ def train_base(settings: Settings, corpus: Corpus, path: Path) -> dict[str, Any]
             curve.append({"step": step + 1, "held_out": corpus.held_out_loss(simulation)})
             tqdm.write(f"base model, step {step + 1}: held out {curve[-1]['held_out']:.4f}")
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        clock.check(run, lambda: {"simulation": simulation.progress(), "curve": curve})
     state = {**simulation.state(), "curve": curve}
-    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)
+    clock.forget(run)
     return state
 
 
@@ -181,6 +288,7 @@ def branch(
     base: dict[str, Any],
     entry: SchemeEntry,
     seed: int,
+    clock: Clock,
     tune_lr: float | None = None,
 ) -> dict[str, Any]:
     """Continue from the base model. Return losses and errors of the run.
@@ -189,27 +297,47 @@ def branch(
     """
     simulation = settings.simulation(entry, seed)
     simulation.load(base, weights_only=tune_lr is not None)
-    rate = tune_lr or settings.lr
-    losses = []
-    errors = []
+    losses: list[float] = []
+    errors: list[float] = []
+    curve: list[dict[str, Any]] = []
     title = f"{entry.label}, seed {seed}"
+    run = f"{title}, {_digest([asdict(settings), corpus.about, tune_lr])}"
+    saved = clock.saved(run)
+    if saved is not None:
+        simulation.resume(saved["simulation"])
+        losses, errors, curve = saved["losses"], saved["errors"], saved["curve"]
+
+    def state() -> dict[str, Any]:
+        return {
+            "simulation": simulation.progress(),
+            "losses": losses,
+            "errors": errors,
+            "curve": curve,
+        }
+
     every = max(1, settings.steps // MEASURED)
-    for step in tqdm(range(settings.steps), desc=title, disable=None, leave=False):
-        simulation.set_rate(rate * (1 - (1 - FLOOR) * (step + 1) / settings.steps))
+    steps = range(len(losses), settings.steps)
+    for step in tqdm(steps, desc=title, disable=None, leave=False):
+        simulation.set_rate(settings.rate(step, tune_lr or settings.lr))
         loss, error = simulation.step(partial(corpus.batch, seed, step), measure=step % every == 0)
         losses.append(loss)
         if error is not None:
             errors.append(error)
+        if not settings.base_steps and (step + 1) % max(1, settings.steps // POINTS) == 0:
+            curve.append({"step": step + 1, "held_out": corpus.held_out_loss(simulation)})
+        clock.check(run, state)
+    clock.forget(run)
     held_out = travelled = corpus.held_out_loss(simulation)
     if simulation.scheme.weights is not None:
         travelled = corpus.held_out_loss(simulation, simulation.decoded_weights())
-    return {
+    figures = {
         "held_out": held_out,
         "held_out_travelled": travelled,
         "training": fmean(losses[-LAST:]),
         "gradient_error": fmean(errors),
         "weight_error": simulation.drift(),
     }
+    return {**figures, "curve": curve} if curve else figures
 
 
 def before(settings: Settings, corpus: Corpus, base: dict[str, Any]) -> float:
@@ -301,7 +429,10 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
     for entry in entries.values():
         settings.scheme(entry, 0)  # refuses a wrong one before the first run
     corpus = Corpus(args.text, settings)
-    base, ledger, about = _opened(args, settings, corpus)
+    clock = Clock(
+        folder=args.out, end=None if args.limit is None else time.monotonic() + args.limit
+    )
+    base, ledger, about = _opened(args, settings, corpus, clock)
     tune_lr = None if args.tune is None else args.tune_lr
     if tune_lr is not None:
         corpus = Corpus(args.tune, settings)
@@ -312,7 +443,7 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
         return ledger, about
     labels = [label for label in entries if label != BASELINE]
     for label, seed in missing_runs(ledger, labels, args):
-        run = branch(settings, corpus, base, entries[label], seed, tune_lr)
+        run = branch(settings, corpus, base, entries[label], seed, clock, tune_lr)
         ledger.add({"scheme": label, "seed": seed, **run})
         if label != BASELINE:
             tqdm.write(f"{label}: {ledger.gap(label)}")
@@ -320,16 +451,17 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
 
 
 def _opened(
-    args: argparse.Namespace, settings: Settings, corpus: Corpus
+    args: argparse.Namespace, settings: Settings, corpus: Corpus, clock: Clock
 ) -> tuple[dict[str, Any], Ledger, dict[str, Any]]:
     """Return the base model, the runs that began at it, and the facts about model and text.
 
     The base model is trained if its checkpoint is missing.
     """
     about: dict[str, Any] = {"settings": asdict(settings), "text": corpus.about}
-    path = args.out / f"base-{_digest(about)}.pt"
-    base = torch.load(path) if path.exists() else train_base(settings, corpus, path)
-    weights = hashlib.sha256(base["master"].numpy().tobytes()).hexdigest()
+    of_base = base_settings(settings)
+    path = args.out / f"base-{_digest([asdict(of_base), corpus.about])}.pt"
+    base = torch.load(path) if path.exists() else train_base(of_base, corpus, path, clock)
+    weights = hashlib.sha256(base["master"].cpu().numpy().tobytes()).hexdigest()
     about["base"] = {"sha256": weights, "curve": base["curve"]}
     return base, Ledger(args.out / "runs.jsonl", _digest(about)), about
 
@@ -372,7 +504,9 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         ranks=settings.topology.world,
         node_size=settings.node_size,
         gradient_dtype=torch.bfloat16,
+        replicas=settings.sums != "zero3",
     )
+    gradients = comm_volume.gradients + _added_by_returned_bits(settings, entry)
     errors = {
         key: fmean(ledger.by_seed(entry.label, key).values() or [0.0])
         for key in ("gradient_error", "weight_error")
@@ -383,8 +517,20 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
         **errors,
         "weight_bits": 8 * comm_volume.weights,
-        "gradient_bits": 8 * comm_volume.gradients,
+        "gradient_bits": 8 * gradients,
     }
+
+
+def _added_by_returned_bits(settings: Settings, entry: SchemeEntry) -> float:
+    """Return the bytes per parameter that ``returned_bits`` adds to the gradients' volume."""
+    codec = settings.scheme(entry, 0).gradients
+    if not settings.returned_bits or not isinstance(codec, GroupCodec):
+        return 0.0
+    usual = returned_codec(codec)
+    assert isinstance(usual, GroupCodec)  # as ``codec``
+    numel = codec.group_size
+    other = of_width(codec, settings.returned_bits)
+    return (other.wire_bytes(numel) - usual.wire_bytes(numel)) / numel
 
 
 def _plain(gap: paired.Gap | None) -> dict[str, Any] | None:
@@ -403,9 +549,15 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     add("--pairs", type=int, default=8, help="pairs of every scheme, at least")
     add("--most-pairs", type=int, default=32, help="pairs of a scheme, at most")
     add("--interval", type=float, default=0.05, help="half-width of a narrow interval, in %%")
-    add("--text", type=Path, help="file to train on; default: the documentation of CPython")
+    add(
+        "--text",
+        type=Path,
+        help=f"file to train on; {text.INSTALLED}: Python source of CPython and torch; default: "
+        "the documentation of CPython",
+    )
     add("--tune", type=Path, metavar="FILE", help=f"fine-tune on it; {text.SOURCE}: Python source")
     add("--tune-lr", type=float, default=2e-5, help="first learning rate of fine-tuning")
+    add("--limit", type=float, help="seconds after which the call ends, to go on in the next one")
     add("--report", action="store_true", help="run nothing, write the result file and its section")
     add("--out", type=Path, default=Path("convergence_out"), help="folder of checkpoint and runs")
     add("--json", type=Path, help="default: OUT/convergence.json, its section beside it")
@@ -415,7 +567,10 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     args.json = args.json or args.out / "convergence.json"
     values = {field.name: getattr(args, field.name) for field in fields(Settings)}
     for name, value in values.items():
-        if value <= 0:
+        if isinstance(value, str):
+            if value not in CHOICES[name]:
+                parser.error(f"{option_of(name)}={value}: allowed: {', '.join(CHOICES[name])}")
+        elif value < 0 or (value == 0 and name not in MAY_BE_ZERO):
             parser.error(f"{option_of(name)}={value}: allowed: above 0")
     return args, Settings(**values)
 
@@ -430,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # sums of several threads differ in their last bits
     try:
         ledger, about = study(args, settings)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OutOfTime) as error:
         print(f"convergence.py: {error}", file=sys.stderr)
         return 1
     save(args, settings, ledger, about)

@@ -13,15 +13,21 @@ import sections
 
 ABOUT = """\
 Gap to `full_precision` in per cent, with its 95 % interval (Student's): loss of the exact weights
-on text that nobody trained on, after the learning rate has fallen to 3 %. All runs begin at one
-checkpoint, trained in full precision past its plateau; a pair has the same data in the same order.
-The codec acts during the decay: what it costs in the first steps of a training is not in these
+on text that nobody trained on, after the learning rate has fallen to 3 %. {beginning}
 figures. Decoded: the same gap of the weights that ranks compute with. Random rounding adds its
 noise there; nearest rounding of few bits makes training fit the decoded weights, so the exact ones
 do worse. Errors are squared, over the energy: of the reduced gradients of matrices, and of the
 decoded weights at the end. Bits are those of an element between nodes, scales and exact parameters
 included.
 """
+FROM_CHECKPOINT = """\
+All runs begin at one
+checkpoint, trained in full precision past its plateau; a pair has the same data in the same order.
+The codec acts during the decay: what it costs in the first steps of a training is not in these"""
+FROM_THE_FIRST_STEP = """\
+All runs begin at the
+same initial weights; a pair has the same data in the same order. The codec acts from the first
+step on, so two runs drift apart and pairs scatter more than after a common checkpoint: see the"""
 
 # Table 1 of SDP4Bit for 125 M, 350 M and 1.3 B parameters, and Table 3 for 125 M: validation loss
 # against the baseline, in per cent.
@@ -49,6 +55,9 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     settings = result["settings"]
     size = f"{result['parameters'] / 1e6:.2f} M"
     task = "in fine-tuning" if "tuning" in result else "in loss"
+    way = settings.get("sums", "zero3")
+    task += "" if way == "zero3" else f" under {way.upper()}"
+    task += "" if settings["base_steps"] else " from the first step"
     heading = f"What a scheme costs {task}: {size} parameters, k = {settings['micro_steps']}"
     nodes = settings["nodes"]
     if nodes != 2:
@@ -79,24 +88,40 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
         "bits of weights",
         "bits of gradients",
     ]
-    parts = [ABOUT, setting(result), sections.table(header, rows), *published(result)]
+    beginning = FROM_CHECKPOINT if settings["base_steps"] else FROM_THE_FIRST_STEP
+    about = ABOUT.format(beginning=beginning)
+    parts = [about, setting(result), sections.table(header, rows), *published(result)]
     return heading, "\n\n".join(part.strip() for part in parts)
 
 
 def setting(result: dict[str, Any]) -> str:
     """Describe the training in two sentences."""
     given = result["settings"]
-    curve = result["base"]["curve"]
-    half = curve[len(curve) // 2]
     ranks = given["nodes"] * given["node_size"]
+    way = {"zero3": "ZeRO-3"}.get(given.get("sums", "zero3"), given.get("sums", "").upper())
     nbytes = ranks * given["batch"] * given["micro_steps"] * given["seq_len"]
     return (
         f"A byte-level GPT of {result['parameters'] / 1e6:.2f} M parameters on {ranks} ranks in "
-        f"{given['nodes']} nodes (ZeRO-3, simulated with the bits of real ranks), bf16,\n"
+        f"{given['nodes']} nodes ({way}, simulated with the bits of real ranks), bf16,\n"
         f"{nbytes} bytes of text and k = {given['micro_steps']} micro-steps per optimizer step; "
+        f"{schedule(result)}."
+    )
+
+
+def schedule(result: dict[str, Any]) -> str:
+    """Describe the steps of the base model and of the runs."""
+    given = result["settings"]
+    if not given["base_steps"]:
+        return (
+            f"{given['steps']} steps of AdamW, the\nrate rising to {given['lr']:g} over the first "
+            f"{max(1, given['steps'] // 40)} and then falling"
+        )
+    curve = result["base"]["curve"]
+    half = curve[len(curve) // 2]
+    return (
         f"{given['base_steps']} steps of AdamW at {given['lr']:g} (held out:\n"
         f"{curve[-1]['held_out']:.3f} nats per byte, {half['held_out']:.3f} at step "
-        f"{half['step']}), then {given['steps']} steps of {tuned(result)}."
+        f"{half['step']}), then {given['steps']} steps of {tuned(result)}"
     )
 
 
@@ -126,10 +151,11 @@ def published(result: dict[str, Any]) -> list[str]:
     if len(rows) < 2:
         return []
     header = ["scheme", "here", "95 %", "paper, 125 M", "350 M", "1.3 B"]
+    acts = "during the decay" if result["settings"]["base_steps"] else "from there on, too"
     about = (
         "## Beside SDP4Bit's Tables 1 and 3\n\nValidation loss against the baseline. The paper "
         "trains from the first weights under the codec, once per row; here the codec acts\n"
-        "during the decay."
+        f"{acts}."
     )
     return [about, sections.table(header, rows), directions(ours)]
 

@@ -222,7 +222,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 # ---- result files ----
 
 # Flags of the output; they do not change the results.
-_ABOUT_OUTPUT = ("json", "out", "plot", "report")
+_ABOUT_OUTPUT = ("json", "out", "plot", "report", "limit")
 
 
 def save(

@@ -1,10 +1,13 @@
 """Train on R ranks in one process: ZeRO-3 with the plugin's own plans, codecs and random bits.
 
+simulated_replicas.py has the ways of summing of HSDP and DDP.
+
 Every rank has its own plugin, as in a real run, and communicators whose messages stay in memory.
 All ranks finish one part of a step before any begins the next, so a message has been sent when its
 receiver waits. Results that are equal on all ranks are computed once: decoded weights, and the
 optimizer step, over whole parameters instead of shards. A step ends with the same bits as on real
-ranks. May import torch, DeepSpeed (which the plugin needs) and the plugin.
+ranks. On CUDA forward and backward run under autocast in bf16.
+May import torch, DeepSpeed (which the plugin needs) and the plugin.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -36,6 +39,9 @@ from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.shard_gradients import ShardReduction
+
+if TYPE_CHECKING:
+    from simulated_replicas import Replicas
 
 T = TypeVar("T")
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> inputs of the module
@@ -279,6 +285,9 @@ class Simulation:
     gradients are sent in the module's dtype.
 
     clip: DeepSpeed's ``gradient_clipping``; 0: gradients are not clipped.
+    sums: how gradients are summed, and so which weights are sent: "zero3" or one of
+        simulated_replicas.WAYS.
+    returned_bits: of sums on their way back to all replicas; 0: as the package does.
     master: master weights of all parameters end to end, 1-D fp32; the one parameter of
         ``optimizer``.
     """
@@ -292,6 +301,8 @@ class Simulation:
         topology: Topology,
         micro_steps: int = 1,
         clip: float = 1.0,
+        sums: str = "zero3",
+        returned_bits: int = 0,
     ) -> None:
         self.module = module
         self._topology = topology
@@ -302,6 +313,7 @@ class Simulation:
         self._parameters = list(module.parameters())
         self._sizes = [p.numel() for p in self._parameters]
         flat = torch.cat([p.detach().reshape(-1).float() for p in self._parameters])
+        self._device = flat.device
         self.master = nn.Parameter(flat)
         self.optimizer = make_optimizer([self.master])
         self._engine = EngineOfNobody(module, micro_steps)
@@ -310,6 +322,11 @@ class Simulation:
             SimulatedRank(self._engine, self.scheme, rank, network)
             for rank in range(topology.world)
         ]
+        self._replicas: Replicas | None = None
+        if sums != "zero3":
+            from simulated_replicas import Replicas  # imports this module
+
+            self._replicas = Replicas(module, self.scheme, network, sums, returned_bits)
         self._gradient = torch.zeros_like(flat, dtype=self._dtype)
         self._node_rows: list[list[ShardRows]] = []  # by rank and parameter, with a node shard
 
@@ -329,6 +346,43 @@ class Simulation:
     def state(self) -> dict[str, Any]:
         """Return the content of a checkpoint."""
         return {"master": self.master.detach().clone(), "optimizer": self.optimizer.state_dict()}
+
+    def progress(self) -> dict[str, Any]:
+        """Return all state between two steps: a simulation that ``resume``-s it ends alike."""
+        return {
+            **self.state(),
+            "step": self._engine.global_steps,
+            "node_rows": [[item.rows.clone() for item in rows] for rows in self._node_rows],
+            "levels": [param.levels for param in self._ranks[0].all_params()],
+            "learned_at": self._ranks[0].state.learned_at,
+        }
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Continue from ``progress`` of a simulation with the same arguments."""
+        self.load(progress)
+        self._engine.global_steps = progress["step"]
+        if self._replicas is not None:
+            self._replicas.step = progress["step"]
+        if progress["node_rows"]:
+            self._node_rows = [self._new_rows(rank) for rank in self._ranks]
+            for node_rows, saved in zip(self._node_rows, progress["node_rows"], strict=True):
+                for item, rows in zip(node_rows, saved, strict=True):
+                    item.rows.copy_(rows)
+        for rank in self._ranks:
+            rank.state.learned_at = progress["learned_at"]
+            for param, levels in zip(rank.all_params(), progress["levels"], strict=True):
+                param.levels = levels
+
+    def loss(self, *batch: Any) -> Tensor:
+        """Return the loss of the module with its present weights, a scalar.
+
+        batch: inputs of the module; tensors may be on any device.
+        """
+        inputs = [
+            values.to(self._device) if isinstance(values, Tensor) else values for values in batch
+        ]
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            return self.module(*inputs)
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the following steps."""
@@ -377,6 +431,8 @@ class Simulation:
         if self._node_rows:
             self._exchange(partial(self._bound_codecs, hop=0, ahead=1))
         self._engine.global_steps += 1
+        if self._replicas is not None:
+            self._replicas.end_step()
         return loss, error
 
     def _backward(
@@ -388,17 +444,24 @@ class Simulation:
         """
         mean_loss = 0.0
         buckets = []
+        gradients_of_ranks = []
         for rank in self._ranks:
-            loss = self.module(*batch(micro_step, rank.number))
+            loss = self.loss(*batch(micro_step, rank.number))
             gradients = torch.autograd.grad(loss / self._micro_steps, self._parameters)
             mean_loss += loss.item() / len(self._ranks)
             if exact is not None:
                 flat = torch.cat([g.reshape(-1).float() for g in gradients])
                 exact.add_(flat, alpha=1 / len(self._ranks))
+            if self._replicas is not None:
+                gradients_of_ranks.append(gradients)
+                continue
             bucket = rank.reduction.begin(self._parameters, list(gradients), None)
             if bucket is None:
                 raise RuntimeError("one rank: nothing is reduced; simulate at least two")
             buckets.append(bucket)
+        if self._replicas is not None:
+            is_last = self._engine.is_last_micro_step
+            return mean_loss, self._replicas.reduce(gradients_of_ranks, is_last=is_last)
         for bucket in buckets:
             bucket.sums.advance()
         shards = [bucket.finish() for bucket in buckets]
@@ -436,6 +499,9 @@ class Simulation:
 
     def decoded_weights(self) -> list[Tensor]:
         """Return the weights that every rank computes with in the current step, 1-D each."""
+        if self._replicas is not None:
+            shaped = zip(self._parameters, self.exact_weights(), strict=True)
+            return self._replicas.decoded_weights([w.view(p.shape) for p, w in shaped])
         if self._ranks[0].routes.keeps_shard:
             return self._node_weights()
 
@@ -503,7 +569,7 @@ class Simulation:
         return gathers[0].wait()
 
     def _new_rows(self, rank: SimulatedRank) -> list[ShardRows]:
-        arena = RowArena(0, partial(torch.zeros, dtype=torch.uint8))
+        arena = RowArena(0, partial(torch.zeros, dtype=torch.uint8, device=self._device))
         return [
             ShardRows.allocate(
                 numel,

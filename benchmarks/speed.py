@@ -17,8 +17,15 @@ fsdp2            FSDP2 as shipped, sharded over all ranks. The same holds for it
 fsdp2_hsdp       FSDP2 as shipped, sharded inside nodes: gradients cross between nodes in the last
                  micro-step. Every node has all weights and optimizer states
 
+qsdp_baseline    the baseline of QSDP: fp32 weights, fp16 gradients, over this plugin's collectives
+sdp4bit_baseline that of SDP4Bit: bf16 weights, fp32 gradients, in the same way
+
 fsdp2:SCHEME and fsdp2_hsdp:SCHEME are the same with the plugin; other schemes run under DeepSpeed.
 Over gloo FSDP2 waits for every collective.
+
+--overlap adds an engine to every scheme that awaits each message where it is posted, and a turn
+without a rate limit, which is taken for compute. What a step takes beyond compute is exposed; the
+share that a scheme hides is what it exposes less than its waiting twin.
 """
 
 from __future__ import annotations
@@ -44,6 +51,12 @@ from schemes import parse_schemes, with_overrides
 DEFAULT_BASELINE = "full_precision"
 MESHES = {"fsdp2": "flat", "fsdp2_hsdp": "hsdp"}  # of FSDP2, by the first word of a scheme
 RIVALS = ("deepspeed_plain", "deepspeed_hpz", *MESHES)
+# Baselines of the papers: keys of the DeepSpeed config that make them of full_precision.
+PAPERS: dict[str, dict[str, Any]] = {
+    "qsdp_baseline": {"bf16": {"enabled": False}, "communication_data_type": "fp16"},
+    "sdp4bit_baseline": {"communication_data_type": "fp32"},
+}
+WAITING = " waiting"  # ends the name of an engine that hides no message, see --overlap
 QUICK = {"stages": [3], "topologies": ["2x2"], "rates": [50.0, 400.0], "blocks": 3}
 
 
@@ -83,6 +96,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--baseline", default=DEFAULT_BASELINE, help="the scheme that others are compared with")
     for name, (default, meaning) in PLANNED.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default, help=meaning)
+    add("--overlap", action="store_true", help="the share of communication that a step hides")
     add("--accumulation", type=int, default=1, help="micro-steps of an optimizer step")
     add(
         "--max-foreign",
@@ -112,6 +126,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick:
         vars(args).update(QUICK)
+    if args.overlap and 0 not in args.rates:
+        args.rates = [*args.rates, 0.0]
     args.json = args.json or args.out / "speed.json"
     args.plot = args.plot or args.out / "speed.png"
     return args
@@ -153,7 +169,7 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
         zero["stage3_param_persistence_threshold"] = 0
         zero["stage3_max_reuse_distance"] = args.reuse_distance
         zero["stage3_prefetch_bucket_size"] = args.prefetch_bucket_size
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulation,
         "steps_per_print": 10**9,
@@ -167,7 +183,9 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
     if scheme == "deepspeed_hpz":
         zero["zero_hpz_partition_size"] = ranks
     if scheme not in RIVALS:
-        (entry,) = parse_schemes(under_fsdp2 if first in MESHES else scheme)
+        config |= PAPERS.get(scheme, {})
+        name = DEFAULT_BASELINE if scheme in PAPERS else scheme
+        (entry,) = parse_schemes(under_fsdp2 if first in MESHES else name)
         block = {
             "scheme": entry.name,
             "node_size": ranks,
@@ -189,12 +207,16 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
             f"--baseline {args.baseline}: ZeRO-{stage} with {topology} ranks measures "
             f"{', '.join(schemes)}: take one of these"
         )
+    configs = {scheme: config_of(scheme, stage, ranks, args) for scheme in schemes}
+    if args.overlap:
+        under_deepspeed = [s for s in schemes if s.partition(":")[0] not in RIVALS]
+        configs |= {scheme + WAITING: configs[scheme] for scheme in under_deepspeed}
     plan = {
         "stage": stage,
         "topology": topology,
         "nodes": nodes,
         "rates": args.rates,
-        "schemes": {scheme: config_of(scheme, stage, ranks, args) for scheme in schemes},
+        "schemes": configs,
         **{name: getattr(args, name) for name in PLANNED},
     }
     result_file = folder / "result.json"
@@ -306,6 +328,46 @@ def summary(
     return rows
 
 
+def hidden(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any]]:
+    """Return per rate and scheme with a waiting twin the share of communication that it hides.
+
+    Compute is the median step without a rate limit, of either engine its own. Shares compare the
+    same block of both; their median, least and largest are returned.
+
+    max_foreign: see ``summary``.
+    """
+    seconds: dict[tuple[str, float], dict[int, float]] = {}
+    for block in result["blocks"]:
+        if block["foreign_cores"] <= max_foreign:
+            engine = block["scheme"], block["rate"]
+            seconds.setdefault(engine, {})[block["block"]] = block["seconds"]
+    rows = []
+    for scheme, rate in seconds:
+        twin = scheme + WAITING
+        if rate == 0 or not {(twin, rate), (scheme, 0), (twin, 0)} <= seconds.keys():
+            continue
+        compute = median(seconds[scheme, 0].values())
+        compute_waiting = median(seconds[twin, 0].values())
+        shares = []
+        exposed = []
+        for index in seconds[scheme, rate].keys() & seconds[twin, rate].keys():
+            exposed.append(seconds[scheme, rate][index] - compute)
+            shares.append(1 - exposed[-1] / (seconds[twin, rate][index] - compute_waiting))
+        if shares:
+            rows.append(
+                {
+                    "rate": rate,
+                    "scheme": scheme,
+                    "compute_seconds": compute,
+                    "exposed_seconds": median(exposed),
+                    "hidden": median(shares),
+                    "hidden_min": min(shares),
+                    "hidden_max": max(shares),
+                }
+            )
+    return rows
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw step time and speed-up against link rate for every point, with the bound by bytes."""
     points = result["points"]
@@ -318,7 +380,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     for column, point in enumerate(points):
         rows = [
-            row | {"scheme": RENAMED.get(row["scheme"], row["scheme"])} for row in point["rows"]
+            row | {"scheme": RENAMED.get(row["scheme"], row["scheme"])}
+            for row in point["rows"]
+            if not row["scheme"].endswith(WAITING)
         ]
         shaped = [row for row in rows if row["rate"]] or rows
         times = axes[0][column]
@@ -416,7 +480,11 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     schemes = result["arguments"]["schemes"]
     unusual = "".join(f", {name}" for name in schemes if name not in USUAL)
     heading = f"Step times: ZeRO-{stages}, {topologies} ranks, {links}{unusual}"
-    parts = [f"## {p['title']}\n\n{sections.table(*cells(p['rows'], baseline))}" for p in points]
+    parts = []
+    for point in points:
+        parts.append(f"## {point['title']}\n\n{sections.table(*cells(point['rows'], baseline))}")
+        if point.get("overlap"):
+            parts.append(f"{ABOUT_HIDDEN}\n\n{sections.table(*hidden_cells(point['overlap']))}")
     of_baseline = "in full precision" if baseline == DEFAULT_BASELINE else f"of `{baseline}`"
     fsdp2_note = ""
     if any(name.partition(":")[0] in MESHES for name in schemes):
@@ -431,11 +499,33 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+ABOUT_HIDDEN = """\
+Share of the communication that a step hides, against the same engine with every message awaited
+where it is posted; compute: a step without a rate limit."""
+
+
+def hidden_cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the table of hidden communication."""
+    lines = []
+    for row in rows:
+        low, high = 100 * row["hidden_min"], 100 * row["hidden_max"]
+        lines.append(
+            [
+                f"{row['rate']:g} Mbit/s, `{row['scheme']}`",
+                f"{row['compute_seconds']:.3f}",
+                f"{row['exposed_seconds']:.3f}",
+                f"{100 * row['hidden']:.0f} % ({low:.0f} to {high:.0f})",
+            ]
+        )
+    return ["link, scheme", "compute s", "exposed s", "hidden"], lines
+
+
 def cells(
     rows: Sequence[dict[str, Any]], baseline: str = DEFAULT_BASELINE
 ) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the table of a point: a line per rate, a column per scheme."""
     by_rate: dict[float, dict[str, Any]] = {}
+    rows = [row for row in rows if not row["scheme"].endswith(WAITING)]
     for row in rows:
         by_rate.setdefault(row["rate"], {})[row["scheme"]] = row
     first = next(iter(by_rate.values()))
@@ -478,16 +568,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = summary(result, max_foreign=args.max_foreign, baseline=args.baseline)
             title = f"ZeRO-{stage}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
             report.show(*cells(rows, args.baseline), title)
-            points.append(
-                {
-                    "title": title,
-                    "stage": stage,
-                    "topology": topology,
-                    "parameters": result["parameters"],
-                    "lines": result["lines"],
-                    "rows": rows,
-                }
-            )
+            point = {
+                "title": title,
+                "stage": stage,
+                "topology": topology,
+                "parameters": result["parameters"],
+                "lines": result["lines"],
+                "rows": rows,
+            }
+            if args.overlap:
+                point["overlap"] = hidden(result, max_foreign=args.max_foreign)
+                report.show(*hidden_cells(point["overlap"]), "hidden communication")
+            points.append(point)
     except LabError as error:
         print(f"speed.py: {error}", file=sys.stderr)
         return 1

@@ -20,8 +20,10 @@ import torch
 from deepspeed import comm as dist
 from fsdp2_engine import FSDP2Engine
 from gpt import GPT, VOCABULARY, Block, GPTConfig
+from speed import WAITING
 
 import ds_quant
+from ds_quant.comm.transport import Communicator
 
 
 def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
@@ -68,6 +70,20 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
     seconds = time.perf_counter() - start
     finish_messages(engine)  # they would slow down the next engine
     return seconds, total(loss.item()) / dist.get_world_size()
+
+
+def await_messages(engine: Any) -> None:
+    """Await every message of an engine where it is posted, so that nothing overlaps."""
+    traffic = engine.ds_quant_plugin.traffic
+    posted = Communicator._posted
+
+    def awaited(communicator: Communicator, *args: Any) -> Any:
+        pending = posted(communicator, *args)
+        if communicator._traffic is traffic:
+            pending.wait()
+        return pending
+
+    setattr(Communicator, "_posted", awaited)  # noqa: B010  # of all engines: see ``traffic``
 
 
 def finish_messages(engine: Any) -> None:
@@ -145,6 +161,9 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     first = dist.get_rank() == 0
     engines = {label: build(config, plan) for label, config in plan["schemes"].items()}
+    for label, engine in engines.items():
+        if label.endswith(WAITING):
+            await_messages(engine)
     for engine in engines.values():
         steps(engine, plan["warmup"], plan)
     results = []

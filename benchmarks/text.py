@@ -72,19 +72,35 @@ def _is_prose(piece: str) -> bool:
     return len(piece) >= MIN_LENGTH and letters >= MIN_LETTER_SHARE * len(piece)
 
 
-SOURCE = "source"  # stands for `source_code()` in place of a path
+def installed_sources() -> str:
+    """Return the Python source of CPython and torch, ASCII: 60 MB for larger models.
+
+    Its bytes depend on the versions of both.
+    """
+    sources = [
+        *_sources(Path(sysconfig.get_path("stdlib"))),
+        *_sources(Path(torch.__file__).parent),
+    ]
+    return b"\n\n".join(path.read_bytes() for path in sources).decode("ascii", "ignore")
+
+
+# Words that stand for a text in place of a path.
+SOURCE = "source"  # `source_code()`
+INSTALLED = "installed"  # `installed_sources()`
 SOURCE_NUMEL = 2 << 20  # bytes of the source code to use
 
 
 def load(path: Path | None = None) -> Tensor:
     """Return a text as bytes, (numel,) uint8.
 
-    path: a file, `SOURCE`, or None for the documentation.
+    path: a file, `SOURCE`, `INSTALLED`, or None for the documentation.
     """
     if path is None:
         data = documentation().encode("ascii")
     elif str(path) == SOURCE:
         data = source_code().encode("ascii")[:SOURCE_NUMEL]
+    elif str(path) == INSTALLED:
+        data = installed_sources().encode("ascii")
     else:
         data = Path(path).read_bytes()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -185,7 +185,7 @@ class Fingerprints:
         shard_of_piece = [piece.shard for run in self._runs for piece in run.pieces]
         self.shard_of_piece = torch.tensor(shard_of_piece, dtype=torch.int64, device=self.device)
         longest = max([sum(run.numels) * run.dtype.itemsize for run in self._runs], default=0)
-        self._factors = torch.arange(1, 2 * (longest // _WORD), 2, device=self.device)
+        self._factors = torch.arange(1, 2 * (longest // _WORD) + 1, 2, device=self.device)
         self._factors.mul_(_ODD_FACTOR)
 
     def _run(self, dtype: torch.dtype, pieces: Sequence[_Piece], sizes: Sequence[int]) -> _Run:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from simulated import Simulation
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import ds_quant
 from ds_quant import fsdp2
 from ds_quant.comm.returned_sums import ReturnedSums
+from ds_quant.comm.topology import Topology
+from ds_quant.config.schema import parse_block
+from tests.distributed.exact_model import sgd
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.test_fsdp2 import WIDTH, Net, new_model, sharded, weights_of
 from tests.thin import thinned
@@ -124,6 +128,53 @@ def test_replicas_end_with_equal_bits(scheme: str, micro_steps: int) -> None:
     assert_equal_on_all_ranks(weights)
     assert losses == pytest.approx(plain, abs=0.2 * (plain[0] - plain[-1]))
     assert losses != plain
+
+
+class LossOf(nn.Module):
+    """The loss that ``train`` takes, of inputs in fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.model(x.bfloat16()) - x[:, :1]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "micro_steps"),
+    thinned(product(("eden4", "qsdp"), (1, 3)), lambda *case: case == ("eden4", 3)),
+)
+@on_ranks(4)
+def test_simulated_replicas_end_with_the_bits_of_real_ones(scheme: str, micro_steps: int) -> None:
+    """benchmarks/simulated_replicas.py trains as FSDP2 does, weights and gradients in bf16."""
+    reference = new_model().bfloat16().float()
+    block = {"scheme": scheme, "min_numel": 512, "slices": 1}
+    model = replicated(reference, mesh_of(2), mp_policy=BF16)
+    optimizer = sgd(model.parameters())
+    fsdp2.attach(model, block, optimizer=optimizer)
+    train(model, optimizer, steps=3, micro_steps=micro_steps)
+    weights = weights_of(model)
+    if torch.distributed.get_rank():
+        return
+    simulation = Simulation(
+        LossOf(copy.deepcopy(reference).bfloat16()),
+        parse_block({**block, "node_size": 2}).to_scheme(),
+        sgd,
+        topology=Topology(world=4, node_size=2),
+        micro_steps=micro_steps,
+        clip=0.0,
+        sums="hsdp",
+    )
+
+    def rows(micro_step: int, rank: int) -> tuple[torch.Tensor]:
+        generator = torch.Generator().manual_seed(10 * micro_step + rank)
+        return (torch.randn(8, WIDTH, generator=generator),)
+
+    for _ in range(3):
+        simulation.step(rows)
+    for name, values in simulation.named_masters():
+        assert torch.equal(values, weights[name.removeprefix("model.")]), name
 
 
 @pytest.mark.slow

@@ -74,6 +74,41 @@ def test_speed_ups_pair_neighbouring_blocks_and_leave_out_disturbed_ones() -> No
     assert (exact["speedup"], ours["speedup"]) == (1 / 3, 1)
 
 
+def test_a_share_of_communication_is_hidden_if_less_is_exposed_than_without_overlap() -> None:
+    twin = f"sdp4bit{speed.WAITING}"
+    blocks = []
+    for rate, seconds in ((100.0, {"sdp4bit": 2.0, twin: 5.0}), (0, {"sdp4bit": 1.0, twin: 1.5})):
+        for index, more in enumerate((0.0, 0.5, 9.0)):
+            for scheme, step in seconds.items():
+                # The third block is disturbed. In the second only the shaped link is slower.
+                found = block(scheme, index, step + (more if rate else 0.0), 100, more / 10)
+                blocks.append(found | {"rate": rate})
+    rows = speed.hidden({"blocks": blocks}, max_foreign=0.25)
+    assert rows == [
+        {
+            "rate": 100.0,
+            "scheme": "sdp4bit",
+            "compute_seconds": 1.0,
+            "exposed_seconds": 1.25,
+            "hidden": pytest.approx((1 - 1 / 3.5 + 1 - 1.5 / 4) / 2),
+            "hidden_min": pytest.approx(1 - 1.5 / 4),
+            "hidden_max": pytest.approx(1 - 1 / 3.5),
+        }
+    ]
+    assert speed.hidden({"blocks": blocks[:6]}, max_foreign=0.25) == []  # no compute measured
+    args = speed.parse_args(["--overlap", "--rates", "50"])
+    assert args.rates == [50, 0]
+
+
+def test_baselines_of_the_papers_differ_in_dtypes_only() -> None:
+    args = speed.parse_args([])
+    exact = speed.config_of("full_precision", 3, 2, args)
+    found = speed.config_of("sdp4bit_baseline", 3, 2, args)
+    assert found == exact | {"communication_data_type": "fp32"}
+    found = speed.config_of("qsdp_baseline", 3, 2, args)
+    assert found == exact | {"communication_data_type": "fp16", "bf16": {"enabled": False}}
+
+
 def test_engines_differ_in_their_block_only() -> None:
     args = speed.parse_args([])
     plain = speed.config_of("deepspeed_plain", 3, 2, args)
@@ -204,3 +239,79 @@ def test_a_study_that_was_interrupted_goes_on_where_it_was(argv, tmp_path: Path)
     page = (tmp_path / "found.md").read_text("utf-8")
     assert f"| `sdp4bit:min_numel=0` | {row['gap']['mean']:+.3f} % |" in page
     assert str(tmp_path) not in found["command"]
+
+
+LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,2]"
+
+
+@pytest.mark.parametrize(
+    ("sums", "scheme"),
+    [("zero3", f"qsdp_w4g4:min_numel=0,{LEARNED}"), ("zero3", "sdp4bit:min_numel=0"),
+     ("hsdp", "eden4:min_numel=0")],
+)  # fmt: skip
+def test_a_run_that_ran_out_of_time_goes_on_with_equal_bits(
+    sums: str, scheme: str, argv, tmp_path: Path, capsys
+) -> None:
+    """A call with no time left takes one step. Levels, node rows and moments are kept."""
+    more = [f"--sums={sums}", "--node-size=2", f"--schemes={scheme}"]
+    whole = study([*argv, *more, "--pairs=1", "--most-pairs=1"])
+    runs = tmp_path / "runs.jsonl"
+    expected = runs.read_text("utf-8")
+    for path in (runs, *tmp_path.glob("base-*.pt")):
+        path.unlink()
+    calls = 0
+    while convergence.main([*argv, *more, "--pairs=1", "--most-pairs=1", "--limit=0"]):
+        calls += 1
+        assert "the time is over in the run" in capsys.readouterr().err
+    assert calls == 3 + 2 * len(whole["runs"])  # steps of the base model and of the runs
+    assert runs.read_text("utf-8") == expected
+    assert not list(tmp_path.glob("run-*.pt"))
+
+
+def test_a_study_from_the_first_step_has_no_base_model(argv, tmp_path: Path) -> None:
+    found = study([*argv, "--base-steps=0", "--steps=20"])
+    assert found["base"]["curve"] == []
+    curve = found["runs"][0]["curve"]
+    assert [point["step"] for point in curve] == list(range(5, 21, 5))
+    assert curve[-1]["held_out"] == found["runs"][0]["held_out"] < curve[0]["held_out"]
+    page = (tmp_path / "found.md").read_text("utf-8")
+    assert page.startswith("# What a scheme costs in loss from the first step: ")
+    settings = convergence.Settings(base_steps=0, steps=80, lr=1.0)
+    rates = [settings.rate(step, 1.0) for step in (0, 1, 2, 79)]
+    assert rates == pytest.approx([0.494, 0.97575, 0.963625, 0.03], rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_study_on_a_gpu_ends_near_that_of_the_cpu(argv) -> None:
+    """Under autocast in bf16, so not with its bits."""
+    on_cpu, on_gpu = (study([*argv, f"--device={device}"]) for device in ("cpu", "cuda"))
+    for ours, other in zip(on_gpu["runs"], on_cpu["runs"], strict=True):
+        assert ours["scheme"] == other["scheme"]
+        assert ours["held_out"] == pytest.approx(other["held_out"], rel=0.02)
+
+
+def test_ways_of_summing_begin_at_one_base_model(argv, tmp_path: Path) -> None:
+    digests = set()
+    for sums in ("zero3", "hsdp"):
+        found = study([*argv, f"--sums={sums}", "--node-size=2", "--pairs=1", "--most-pairs=1"])
+        digests.add(found["base"]["sha256"])
+    assert len(digests) == len(list(tmp_path.glob("base-*.pt"))) == 1
+
+
+def test_replicas_need_several_nodes_of_several_ranks(argv, capsys) -> None:
+    assert convergence.main([*argv, "--sums=ddp"]) == 1
+    assert "sums='ddp' with 2 x 1 ranks: allowed: several nodes" in capsys.readouterr().err
+
+
+def test_sums_that_come_back_in_more_bits_have_less_error(argv) -> None:
+    """Under DDP as under HSDP, whose weights are exact with eden4."""
+    errors = {}
+    for sums, bits in (("hsdp", 0), ("hsdp", 8), ("ddp", 0)):
+        more = [f"--sums={sums}", f"--returned-bits={bits}", "--node-size=2", "--width=32"]
+        found = study([*argv, *more, "--schemes=eden4:min_numel=0", "--pairs=1", "--most-pairs=1"])
+        (row,) = found["rows"]
+        errors[sums, bits] = row["gradient_error"]
+        assert row["weight_bits"] == 0
+        assert row["gradient_bits"] == pytest.approx(12.3 if bits else 8.3, abs=0.5)
+    assert errors["hsdp", 8] < 0.7 * errors["hsdp", 0]
+    assert errors["ddp", 0] == errors["hsdp", 0]

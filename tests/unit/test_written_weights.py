@@ -155,3 +155,11 @@ def test_a_mark_of_one_rank_counts_on_all() -> None:
     assert weights.written(shards, OtherRank([0], [0, 1])) == [0]
     shards[0].zero_()  # what was found counts as sent
     assert weights.written(shards, OneRank()) == [0]
+
+
+@pytest.mark.parametrize("numels", [(), (0,), (0, 0)])
+def test_a_rank_without_elements_has_fingerprints(numels: tuple[int, ...]) -> None:
+    shards = shards_of(*numels)
+    weights = watched(shards)
+    weights.note(shards)
+    assert weights.written(shards, OneRank()) == []

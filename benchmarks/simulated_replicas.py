@@ -1,0 +1,300 @@
+"""The ways of summing of HSDP and DDP for simulated.py: every node holds a replica of the model.
+
+Gradients are summed inside the nodes, then between them with the gradient codec of the scheme, and
+sent back with a codec of its own. The collectives are those of ds_quant.fsdp2, with the whole model
+in one sharded module; each rank has a thread, because ranks wait for each other. HSDP gathers
+weights inside the node; DDP has all weights on every rank and sends none. May import torch,
+simulated and the plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from simulated import Group, Network, SimulatedCommunicator
+from torch import Tensor, nn
+
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.comm.buffers import Buffers
+from ds_quant.comm.checksum import MessageErrors
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
+from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
+from ds_quant.comm.traffic import Traffic
+from ds_quant.fsdp2.front import STAGE, Front
+from ds_quant.fsdp2.gradients import QuantizedReduceScatter
+from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.weights import QuantizedAllGather
+from ds_quant.policy.route import Route, Routes
+from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime.param import Param
+
+WAYS = ("hsdp", "ddp")
+NO_GROUP = cast(Any, None)  # in place of a process group, which the collectives do not read
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaRoutes(Routes):
+    """Routes of replicas, with another width of the sums that are sent back.
+
+    returned_bits: 0: the codec of the package.
+    """
+
+    returned_bits: int = 0
+    replicas: bool = True
+
+    def gradients(self, *, quantized: bool = True, full_world: bool = True) -> Route:
+        route = super().gradients(quantized=quantized, full_world=full_world)
+        if route.returned is None or not self.returned_bits:
+            return route
+        codec = route.returned.codec
+        if isinstance(codec, GroupCodec):
+            codec = of_width(codec, self.returned_bits)
+        return replace(route, returned=replace(route.returned, codec=codec))
+
+
+def of_width(codec: GroupCodec, bits: int) -> GroupCodec:
+    """Return the codec with other bits. Gaussian levels end at 4 bits: above, absmax."""
+    if codec.is_gaussian and bits > 4:
+        return replace(codec, bits=bits, range="absmax", rounding="stochastic")
+    return replace(codec, bits=bits)
+
+
+class SimulatedFront(Front):
+    """FSDP2's front of one rank, without FSDP2: what a reduction reads of it."""
+
+    def __init__(
+        self, module: nn.Module, routes: ReplicaRoutes, rank: int, network: Network
+    ) -> None:
+        self.model = module
+        self.routes = routes
+        self.scheme = routes.scheme
+        self.topology = network.topology
+        self.device = next(module.parameters()).device
+        self.replicas = network.topology.nodes
+        self.traffic = Traffic()
+        self.message_errors = MessageErrors()
+        self.buffers = Buffers()
+        intra, inter = network.groups(rank)
+        self.hierarchy = HierarchicalCommunicator(
+            self._of(network.world, rank), self._of(*intra), self._of(*inter)
+        )
+        self.shards = HierarchicalCommunicator(self._of(*intra))
+        self.route = self._route()
+        self._gradient_sums = {}
+        self.step = 0
+        # Read by ``is_last_backward``.
+        self._root = SimpleNamespace(is_last_backward=True)
+        self.params = {}
+        for index, (name, parameter) in enumerate(module.named_parameters()):
+            self.params[id(parameter)] = Param(
+                index=index,
+                name=name,
+                shape=parameter.shape,
+                trained=True,
+                tensor=parameter,
+                routes=routes,
+            )
+        sharded = _sharded(module, self)
+        self.reduction = QuantizedReduceScatter(self, sharded)
+        self.gather = QuantizedAllGather(self, sharded, node_shard=None)
+
+    def _of(self, group: Group, rank: int) -> SimulatedCommunicator:
+        return SimulatedCommunicator(
+            group,
+            rank,
+            topology=self.topology,
+            traffic=self.traffic,
+            buffers=self.buffers,
+            message_errors=self.message_errors,
+        )
+
+    def _route(self) -> tuple[ReductionHop, ...]:
+        by_level = {"intra": self.hierarchy.gradients, "inter": self.hierarchy.inter}
+        slicing = Slicing(
+            count=self.scheme.block.slices, pace=presumed_pace(self.device, "simulated")
+        )
+        hops = []
+        divisor = 1
+        for hop in self.routes.gradients().hops:
+            communicator = by_level[hop.level]
+            assert communicator is not None  # several nodes of several ranks
+            hops.append(
+                ReductionHop(
+                    communicator=communicator,
+                    divisor=divisor,
+                    full_precision_own=hop.full_precision_own,
+                    slicing=slicing,
+                )
+            )
+            divisor *= communicator.size
+        return tuple(hops)
+
+    def set_last_backward(self, is_last: bool) -> None:
+        """Declare the next backward the last one of the optimizer step, or not."""
+        self._root.is_last_backward = is_last
+
+    def end_step(self) -> None:
+        """Go on to the next optimizer step."""
+        self.step += 1
+        self.reduction.after_step()
+
+
+def _sharded(module: nn.Module, front: SimulatedFront) -> ShardedModule:
+    """Describe the module as FSDP2 shards it, in chunks of dim 0, all parameters in one row."""
+    widths = []
+    lengths = []
+    for parameter in module.parameters():
+        numels = [chunk.numel() for chunk in chunks(parameter.detach(), front.shards.size)]
+        widths.append(numels[0])
+        lengths.append(tuple(numels))
+    parameters = list(module.parameters())
+    dtype = parameters[0].dtype
+    return ShardedModule(
+        module=cast(Any, module),
+        name="",
+        params=list(front.params.values()),
+        members=[SimpleNamespace(sharded_param=parameter) for parameter in parameters],
+        group=SimpleNamespace(all_reduce_grads=True, gradient_divide_factor=None),
+        widths=tuple(widths),
+        lengths=tuple(lengths),
+        dtype=dtype,
+        gradient_dtype=dtype,
+    )
+
+
+def chunks(values: Tensor, count: int) -> list[Tensor]:
+    """Cut dim 0 into ``count`` chunks of which the last ones may be shorter or empty."""
+    found = list(values.chunk(count))
+    return found + [values[:0]] * (count - len(found))
+
+
+class Replicas:
+    """All ranks of a simulation whose nodes hold replicas.
+
+    way: one of WAYS.
+    returned_bits: width of the sums that are sent back; 0: as the package does.
+    """
+
+    def __init__(
+        self, module: nn.Module, scheme: Scheme, network: Network, way: str, returned_bits: int
+    ) -> None:
+        topology = network.topology
+        if way not in WAYS:
+            raise ValueError(f"sums={way!r}: allowed: zero3, {', '.join(WAYS)}")
+        if topology.nodes == 1 or topology.node_size == 1:
+            raise ValueError(
+                f"sums={way!r} with {topology.nodes} x {topology.node_size} ranks: allowed: "
+                "several nodes of several ranks; take sums=zero3"
+            )
+        if scheme.level_steps:
+            raise ValueError(
+                f'sums={way!r} with weights.levels="learned": allowed: "uniform", as under FSDP2'
+            )
+        routes = ReplicaRoutes(
+            scheme=scheme,
+            stage=STAGE,
+            nodes=topology.nodes,
+            node_size=topology.node_size,
+            returned_bits=returned_bits,
+        )
+        self._gathers_weights = way == "hsdp"
+        self._node_size = topology.node_size
+        self._fronts = [
+            SimulatedFront(module, routes, rank, network) for rank in range(topology.world)
+        ]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._fronts[0].step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        for front in self._fronts:
+            front.step = step
+
+    def reduce(self, gradients: Sequence[Sequence[Tensor]], *, is_last: bool) -> Tensor:
+        """Return the mean gradient, 1-D, of all parameters end to end; zeros if not ``is_last``
+        and gradients cross between nodes once per step.
+
+        gradients: of every rank, in the shape of the parameters.
+        """
+
+        def reduced(front: SimulatedFront) -> Tensor:
+            front.set_last_backward(is_last)
+            rows = self._rows(gradients[front.hierarchy.rank])
+            output = torch.zeros_like(rows[0])  # padding is not written
+            front.reduction(output, torch.cat(rows), NO_GROUP, dist.ReduceOp.AVG)
+            return output
+
+        rows = _on_all(reduced, self._fronts)
+        for rank, row in enumerate(rows):
+            if not torch.equal(row, rows[rank % self._node_size]):
+                raise RuntimeError(f"gradients of rank {rank} differ from those of the first node")
+        return torch.cat(self._whole(torch.cat(rows[: self._node_size]), gradients[0]))
+
+    def decoded_weights(self, exact: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights that the ranks compute with, 1-D each.
+
+        exact: the exact weights in their shapes.
+        """
+        if not self._gathers_weights:
+            return [weights.reshape(-1) for weights in exact]
+        rows = self._rows(exact)
+
+        def gathered(front: SimulatedFront) -> Tensor:
+            output = rows[0].new_empty(len(rows) * rows[0].numel())
+            front.gather(output, rows[front.hierarchy.rank], NO_GROUP)
+            return output
+
+        return self._whole(_on_all(gathered, self._fronts[: self._node_size])[0], exact)
+
+    def _rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return FSDP2's row of every rank of a node: its padded chunks, end to end."""
+        rows = []
+        for local in range(self._node_size):
+            row = []
+            for tensor in tensors:
+                pieces = chunks(tensor, self._node_size)
+                padded = pieces[0].new_zeros(pieces[0].numel())
+                padded[: pieces[local].numel()] = pieces[local].reshape(-1)
+                row.append(padded)
+            rows.append(torch.cat(row))
+        return rows
+
+    def _whole(self, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of the rows of a node, end to end; 1-D, without padding.
+
+        like: tensors of their shapes.
+        """
+        by_rank = rows.view(self._node_size, -1)
+        whole = []
+        offset = 0
+        for tensor in like:
+            pieces = chunks(tensor, self._node_size)
+            found = []
+            for local, piece in enumerate(pieces):
+                found.append(by_rank[local, offset : offset + piece.numel()])
+            whole.append(torch.cat(found))
+            offset += pieces[0].numel()
+        return whole
+
+    def end_step(self) -> None:
+        """Go on to the next optimizer step."""
+        for front in self._fronts:
+            front.end_step()
+
+
+def _on_all(
+    work: Callable[[SimulatedFront], Tensor], fronts: Sequence[SimulatedFront]
+) -> list[Tensor]:
+    """Return the results of all fronts, each made by a thread."""
+    with ThreadPoolExecutor(len(fronts)) as pool:
+        futures = [pool.submit(work, front) for front in fronts]
+        return [future.result() for future in futures]

@@ -28,11 +28,14 @@ from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
 from ds_quant.comm.traffic import Traffic
 from ds_quant.fsdp2.front import STAGE, Front
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
+from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.route import Route, Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime.param import Param
+from ds_quant.runtime.partial_sums import PartialSumsMemory
+from ds_quant.runtime.plan_cache import PlanCache
 
 WAYS = ("hsdp", "ddp")
 NO_GROUP = cast(Any, None)  # in place of a process group, which the collectives do not read
@@ -71,8 +74,8 @@ class SimulatedFront(Front):
     def __init__(
         self, module: nn.Module, routes: ReplicaRoutes, rank: int, network: Network
     ) -> None:
-        self.model = module
         self.routes = routes
+        self.defers_inter_node = routes.gradients().keeps_partial_sums
         self.scheme = routes.scheme
         self.topology = network.topology
         self.device = next(module.parameters()).device
@@ -86,13 +89,15 @@ class SimulatedFront(Front):
         )
         self.shards = HierarchicalCommunicator(self._of(*intra))
         self.route = self._route()
-        self._gradient_sums = {}
+        self._gradient_sums = PlanCache()
         self.step = 0
-        # Read by ``is_last_backward``.
-        self._root = SimpleNamespace(is_last_backward=True)
-        self.params = {}
-        for index, (name, parameter) in enumerate(module.named_parameters()):
-            self.params[id(parameter)] = Param(
+        self.weights_version = (0, 0)
+        self.sums = PartialSumsMemory()
+        self.optimizers = OptimizerSteps(self)
+        self.copies = None
+        self._backward = SimpleNamespace(is_last_backward=True)
+        params = [
+            Param(
                 index=index,
                 name=name,
                 shape=parameter.shape,
@@ -100,9 +105,16 @@ class SimulatedFront(Front):
                 tensor=parameter,
                 routes=routes,
             )
-        sharded = _sharded(module, self)
+            for index, (name, parameter) in enumerate(module.named_parameters())
+        ]
+        sharded = _sharded(module, params, self.shards.size, self._backward)
+        self.sharded_modules = [sharded]
         self.reduction = QuantizedReduceScatter(self, sharded)
+        self.reduction.note_gradients([True] * len(params))
         self.gather = QuantizedAllGather(self, sharded, node_shard=None)
+
+    def before_gather(self, sharded: ShardedModule) -> None:
+        """Do nothing: no optimizer of torch moves the weights."""
 
     def _of(self, group: Group, rank: int) -> SimulatedCommunicator:
         return SimulatedCommunicator(
@@ -137,34 +149,50 @@ class SimulatedFront(Front):
 
     def set_last_backward(self, is_last: bool) -> None:
         """Declare the next backward the last one of the optimizer step, or not."""
-        self._root.is_last_backward = is_last
+        self._backward.is_last_backward = is_last
 
     def end_step(self) -> None:
         """Go on to the next optimizer step."""
         self.step += 1
+        self.weights_version = (self.step, 0)
         self.reduction.after_step()
 
 
-def _sharded(module: nn.Module, front: SimulatedFront) -> ShardedModule:
-    """Describe the module as FSDP2 shards it, in chunks of dim 0, all parameters in one row."""
+def _sharded(
+    module: nn.Module, params: Sequence[Param], ranks: int, backward: SimpleNamespace
+) -> ShardedModule:
+    """Describe the module as FSDP2 shards it, in chunks of dim 0, all parameters in one row.
+
+    ranks: of a replica. backward: has FSDP2's ``is_last_backward``.
+    """
     widths = []
     lengths = []
     for parameter in module.parameters():
-        numels = [chunk.numel() for chunk in chunks(parameter.detach(), front.shards.size)]
+        numels = [chunk.numel() for chunk in chunks(parameter.detach(), ranks)]
         widths.append(numels[0])
         lengths.append(tuple(numels))
     parameters = list(module.parameters())
     dtype = parameters[0].dtype
+    wrapped = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_state_ctx=backward))
+    group = SimpleNamespace(
+        all_reduce_grads=True,
+        gradient_divide_factor=None,
+        mesh_info=None,
+        post_forward_mesh_info=None,
+        _all_gather_comm=None,
+        _reduce_scatter_comm=None,
+    )
     return ShardedModule(
-        module=cast(Any, module),
+        module=cast(Any, wrapped),
         name="",
-        params=list(front.params.values()),
+        params=params,
         members=[SimpleNamespace(sharded_param=parameter) for parameter in parameters],
-        group=SimpleNamespace(all_reduce_grads=True, gradient_divide_factor=None),
+        group=cast(Any, group),
         widths=tuple(widths),
         lengths=tuple(lengths),
-        dtype=dtype,
+        dtypes=(dtype,) * len(parameters),
         gradient_dtype=dtype,
+        fsdp_gathers="",
     )
 
 

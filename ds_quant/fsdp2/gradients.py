@@ -242,7 +242,11 @@ class QuantizedReduceScatter(ReduceScatter):
                 )
         if self._partial_sums and self._crosses:
             self._give_zero_gradients()
-        self._has_gradient = tuple([self._reduces(member) for member in self._sharded.members])
+        self.note_gradients([self._reduces(member) for member in self._sharded.members])
+
+    def note_gradients(self, has_gradient: Sequence[bool]) -> None:
+        """Note by parameter the gradients that the next reduction has."""
+        self._has_gradient = tuple(has_gradient)
 
     def _reduces(self, member: FsdpParam) -> bool:
         """Return True if FSDP2 will reduce a gradient of this parameter."""

@@ -41,6 +41,7 @@ class NodeCopies:
         # In their own dtype, without a cast. So a write that the sent dtype does not show counts.
         dtypes = [shard.dtype for each in node_shards for shard in each.sharded.shards()]
         self._written = WrittenWeights(dtypes, front.device)
+        self._compared: torch.Event | None = None  # after the last fingerprints; None on the CPU
         self._is_marked = False
         self._has_logged = False
         self.mark_all()
@@ -67,9 +68,13 @@ class NodeCopies:
     def note_writes(self) -> None:
         """Note the writes since the last forward, before an optimizer step."""
         self._written.note(self._shards())
+        self._record()
 
     def fill_written(self) -> None:
         """Fill the copies of weights that any rank has written. A collective."""
+        if self._compared is not None:
+            # Gathers need not wait for the stream of the optimizer: ``set_post_optim_event``.
+            self._compared.wait()
         written = set(self._written.written(self._shards(), self._front.hierarchy.flat))
         if not written:
             return
@@ -120,11 +125,18 @@ class NodeCopies:
             for node_shard, post in zip(same_dtype, gathers, strict=True):
                 node_shard.exchange_lossless(post)
         self._written.take(self._shards())
+        self._record()
 
     def finish(self) -> None:
         """Wait for all running exchanges."""
         for node_shard in self.node_shards:
             node_shard.finish_exchange()
+
+    def _record(self) -> None:
+        """Record that the fingerprints so far are computed."""
+        if self._front.device.type != "cpu":
+            self._compared = torch.Event(self._front.device)
+            self._compared.record()
 
     def _shards(self) -> list[Tensor]:
         """Return this rank's shards of all parameters, padded and flat."""

@@ -128,13 +128,13 @@ class Front:
             reduction = QuantizedReduceScatter(self, sharded)
             reduction.connect()
             self.reductions.append(reduction)
-            undo = torch_names.before_forwards(sharded.module, self._begin_forward)
-            self._undo.append(undo)
-        modules: list[nn.Module] = [
-            each for each in model.modules() if isinstance(each, FSDPModule)
-        ]
-        for module in dict.fromkeys([model, *modules]):
-            self._undo += drop_with_module(module, self)
+        self._undo += drop_with_module(model, self)
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            self._undo.append(torch_names.before_forwards(module, self._begin_forward))
+            if module is not model:
+                self._undo += drop_with_module(module, self)
         self.optimizers.follow(optimizers)
 
     def detach(self) -> None:

@@ -362,7 +362,13 @@ class ParameterOffload(Protocol):
     def pre_sub_module_forward_function(self, sub_module: torch.nn.Module) -> object:
         """Fetch the parameters of a module for its forward.
 
-        Wrapped: sharded_params.before_forward.
+        Wrapped: sharded_params.around_forward.
+        """
+
+    def post_sub_module_forward_function(self, sub_module: torch.nn.Module) -> object:
+        """Release the parameters of a module after its forward.
+
+        Wrapped: sharded_params.around_forward.
         """
 
 

@@ -66,7 +66,7 @@ class Fetch:
         events = self._plugin.hooks
         sharded_params.before_fetch(events, self._before_fetch)
         if self._plugin.routes.keeps_shard or not self._trains:
-            sharded_params.before_forward(events, self._before_forward)
+            sharded_params.around_forward(events, self._before_forward, self._after_forward)
         sharded_params.note_external()
         self._find_host()
 
@@ -114,12 +114,19 @@ class Fetch:
         (self._host or self).hook_parameters(params)
 
     def _before_forward(self, module: torch.nn.Module) -> None:
-        """Let the node shard notice writes: see [Note: when shards are compared] of it."""
-        plugin = (self._host or self)._plugin
-        if plugin.node_shard is not None:
-            plugin.node_shard.before_forward(module)
-        if self.is_guest and plugin.gather_count is not None:
-            plugin.gather_count.disturb()
+        """Let the node shard notice writes: see [Note: when shards are compared] of it.
+
+        The hooks of the host and of its guests all run in a forward: those of the host count.
+        """
+        if self._host is not None:
+            if self._host._plugin.gather_count is not None:
+                self._host._plugin.gather_count.disturb()
+        elif self._plugin.node_shard is not None:
+            self._plugin.node_shard.before_forward(module)
+
+    def _after_forward(self, module: torch.nn.Module) -> None:
+        if self._host is None and self._plugin.node_shard is not None:
+            self._plugin.node_shard.after_forward(module)
 
     def hook_parameters(self, params: Iterable[ZeroParameter]) -> None:
         """Wrap the gathers of parameters, also of those created later or never quantized.

@@ -14,9 +14,10 @@ node shard's row: it stays exact, because exports and GatheredParameters read it
 [Note: when shards are compared] User code may also write a shard (``ds_tensor``) directly, or let
 DeepSpeed's optimizer load a state. Such writes are noticed by content: see runtime/written_weights.
 Fingerprints are taken after an optimizer step. They are compared before the first gather after the
-step, and again before a forward gathers a parameter that was gathered since the last comparison.
-So two forwards without a step between them are compared, and an accumulation compares in every
-micro-step. A backward does not compare. All ranks compare at the same gathers, and vote.
+step, and before the first gather of every forward. A forward begins with a module that no other
+module calls, or that was called before in this forward. DeepSpeed may fetch a parameter long before
+its own module is called, so the gather that follows compares, whichever it is. A backward does not
+compare. All ranks compare at the same gathers, and vote.
 
 A write before the comparison may have reached the exchange in part: later chunks read their shards
 during the next forward. Stale rows are filled after the exchange, so they are exact either way. A
@@ -135,9 +136,10 @@ class NodeShard:
         self._updated = {
             index for index, param in enumerate(self.served) if id(param.tensor) in updated_ids
         }
-        self._params_by_module: dict[torch.nn.Module, list[Param]] = {}  # of ``before_forward``
+        self._modules_with_params: dict[torch.nn.Module, bool] = {}  # of ``_holds_served``
+        self._called_modules: set[torch.nn.Module] = set()  # in this forward
+        self._forward_depth = 0  # modules whose forward has begun and not ended
         self._compares_next_gather = True
-        self._gathered_since_comparison: set[Param] = set()
         self._written_since_step: set[Param] = set()
         self._has_logged_writes = False
 
@@ -249,33 +251,36 @@ class NodeShard:
     # ---- writes by other code ----
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Compare the shards if a forward is about to gather parameters of a module once more.
-
-        A collective, if it compares.
-        """
-        params = self._params_by_module.get(module)
-        if params is None:
-            params = self._params_of(module)
-            self._params_by_module[module] = params
-        if not self._compares_next_gather and self._gathered_since_comparison.isdisjoint(params):
+        """Note the module whose forward is about to begin: see [Note: when shards are compared]."""
+        if not self._holds_served(module):
             return
-        if any([sharded_params.is_unavailable(param.tensor) for param in params]):
-            self._mark_written()
+        if self._forward_depth == 0 or module in self._called_modules:
+            self._called_modules.clear()
+            self._forward_depth = 0  # an exception may have left modules
+            self._compares_next_gather = True
+        self._called_modules.add(module)
+        self._forward_depth += 1
 
-    def _params_of(self, module: torch.nn.Module) -> list[Param]:
-        """Return the served parameters that DeepSpeed fetches with a module."""
-        is_leaf = sharded_params.is_gathered_whole(module)
-        params: list[Param] = []
-        for p in sharded_params.parameters_of(module, recurse=is_leaf):
-            param = self._plugin.param_of(p)
-            if param is not None and param.row_state is not ABSENT:
-                params.append(param)
-        return params
+    def after_forward(self, module: torch.nn.Module) -> None:
+        """Note that the forward of a module has ended."""
+        if self._holds_served(module):
+            self._forward_depth = max(0, self._forward_depth - 1)
+
+    def _holds_served(self, module: torch.nn.Module) -> bool:
+        """Return True if the node shard serves a parameter of the module or of one inside.
+
+        Other modules may run on some of the ranks only.
+        """
+        holds = self._modules_with_params.get(module)
+        if holds is None:
+            params = map(self._plugin.param_of, sharded_params.parameters_of(module))
+            holds = any(p is not None and p.row_state is not ABSENT for p in params)
+            self._modules_with_params[module] = holds
+        return holds
 
     def _mark_written(self) -> None:
         """Mark the rows of parameters stale that any rank has written. A collective."""
         self._compares_next_gather = False
-        self._gathered_since_comparison.clear()
         shards = self._stored_shards()
         if not self._writes.is_taken:
             self._writes.take(shards)
@@ -318,10 +323,9 @@ class NodeShard:
             the weights, and per parameter True if they may differ from the exact ones.
         """
         if self._compares_next_gather and not sharded_params.is_in_backward():
-            self._mark_written()  # by a forward that DeepSpeed's hooks of this engine do not see
+            self._mark_written()
         request = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
-        self._gathered_since_comparison.update(params)
         quantized = not self._plugin.is_full_precision(self._plugin.step)
         is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
         must_wait = bool(self._requested) or self._exchange.awaits(params)

@@ -230,18 +230,30 @@ def before_fetch(events: hooks.Hooks, call: Callable[[Iterable[ZeroParameter]], 
     events.wrap(_offload_of(events).get_param_coordinator(), _FETCH, fetch)
 
 
-def before_forward(events: hooks.Hooks, call: Callable[[torch.nn.Module], None]) -> None:
-    """Run ``call(module)`` before the forward of a module fetches its parameters.
+def around_forward(
+    events: hooks.Hooks,
+    before: Callable[[torch.nn.Module], None],
+    after: Callable[[torch.nn.Module], None],
+) -> None:
+    """Run ``before(module)`` before the forward of a module fetches its parameters, and
+    ``after(module)`` when it has ended.
 
     Not in a backward, which repeats the forward of checkpointed activations.
     """
 
-    def forward(original: Callable[..., object], module: torch.nn.Module) -> object:
+    def begin(original: Callable[..., object], module: torch.nn.Module) -> object:
         if not is_in_backward():
-            call(module)
+            before(module)
         return original(module)
 
-    events.wrap(_offload_of(events), "pre_sub_module_forward_function", forward)
+    def end(original: Callable[..., object], module: torch.nn.Module) -> object:
+        if not is_in_backward():
+            after(module)
+        return original(module)
+
+    offload = _offload_of(events)
+    events.wrap(offload, "pre_sub_module_forward_function", begin)
+    events.wrap(offload, "post_sub_module_forward_function", end)
 
 
 def is_in_backward() -> bool:

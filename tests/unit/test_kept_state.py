@@ -140,7 +140,7 @@ def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> No
     node._plugin = SimpleNamespace(step=5, is_full_precision=lambda step: exact)
     node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
     node._posts_at_once, node._post_until = True, lambda _: None
-    node._compares_next_gather, node._gathered_since_comparison = False, set()
+    node._compares_next_gather = False
     node._hop_codecs_of = lambda names: [params[name] for name in names]
     _, lossy = node.gather(list(params))
     assert lossy == [not exact and any(streams) for streams in params.values()]

@@ -20,6 +20,7 @@ from tests.distributed.harness import of_all_ranks, on_ranks, scratch
 from tests.distributed.models import (
     FULL,
     Regression,
+    build,
     digest,
     engine_of,
     evaluate,
@@ -499,3 +500,91 @@ def test_known_writes_are_neither_reported_nor_sent_twice(scheme: str) -> None:
     ds_quant.resync(engine)
     train_steps(engine, 1, 4)
     assert [line for line in logged if "your code has written" in line] == []
+
+
+# ---- fetches far ahead, and parameters that stay gathered ----
+
+
+class Deep(nn.Module):
+    """Three layers without a bias, at a root without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layers(x) - y).square().mean()
+
+
+def _compute(engine: Any) -> Tensor:
+    rows = torch.ones(2, 64)
+    return engine(rows, 0.5 * rows)
+
+
+def _double(engine: Any, factor: float) -> None:
+    for p in engine.module.parameters():
+        p.ds_tensor.data.mul_(factor)
+
+
+def perturbed_again(engine: Any) -> list[float]:
+    """Two forwards and backwards per step, of which the second sees perturbed weights."""
+    losses = []
+    for _ in range(2):
+        for factor in (2.0, 0.5):
+            loss = _compute(engine)
+            engine.backward(loss)
+            losses.append(float(loss.detach()))
+            _double(engine, factor)
+        engine.step()
+    return losses
+
+
+def read_and_written(engine: Any) -> list[float]:
+    """Single layers are read between evaluations, and one is written after it was released."""
+    import deepspeed
+
+    first, _, last = engine.module.parameters()
+    loss = _compute(engine)
+    engine.backward(loss)
+    engine.step()
+    losses = []
+    for p in (last, first):
+        with torch.no_grad():
+            losses.append(float(_compute(engine)))
+        with deepspeed.zero.GatheredParameters([p]):
+            losses.append(float(p.detach().norm()))
+    first.ds_tensor.data.mul_(2)
+    with torch.no_grad():
+        losses += [float(_compute(engine)), float(_compute(engine))]
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("scheme", "prefetch"),
+    thinned(
+        [(scheme, prefetch) for scheme in ("hybrid", "eden4") for prefetch in (0, 9000, None)],
+        lambda scheme, prefetch: scheme == "hybrid" and prefetch is None,
+    ),
+)
+@on_ranks(2)
+def test_writes_are_noticed_however_far_ahead_deepspeed_fetches(
+    scheme: str, prefetch: int | None
+) -> None:
+    """None: DeepSpeed's own prefetch, which fetches all layers with the root."""
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 50_000}
+    if prefetch is not None:
+        zero["stage3_prefetch_bucket_size"] = prefetch
+    for program in (perturbed_again, read_and_written):
+        found = []
+        for block in (None, block_of(scheme, min_numel=64)):
+            config = {
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": 3, **zero},
+            }
+            if block is not None:
+                config["quantized_comm"] = block
+            engine = build(config, Deep, optimizer=plain_descent)
+            found.append(program(engine))
+            engine.destroy()
+        np.testing.assert_allclose(found[1], found[0], rtol=1e-5 if scheme == "hybrid" else SPREAD)

@@ -38,6 +38,11 @@ def store_of_call(name: str, rank: int) -> PrefixStore:
     return plugin_store(f"{name}/{call}")
 
 
+def forget_call(name: str, rank: int) -> None:
+    """Take back the last call of ``store_of_call``, in which other ranks have had no part."""
+    plugin_store(name).add(f"calls/{rank}", -1)
+
+
 def wait_for_keys(store: PrefixStore, keys: Sequence[str], seconds: float) -> bool:
     """Return True if all keys are set within ``seconds``."""
     try:
@@ -116,6 +121,7 @@ class Verdict(TypedDict, total=False):
     """The answer of rank 0: an error, or the ranks per node and warnings."""
 
     error: str
+    unheard: bool  # no rank has given an answer
     node_size: int
     warnings: list[str]
 
@@ -228,6 +234,8 @@ def handshake(
     if ranks is not None:
         name += f" of ranks {'_'.join(map(str, ranks))}"
     store = store_of_call(name, rank)
+    while store.check(["verdict"]):  # of an attempt that other ranks have given up
+        store = store_of_call(name, rank)
     card: Card = {
         "versions": {"ds_quant": __version__, "wire": WIRE_VERSION, **must},
         "block": config.resolved(),
@@ -240,6 +248,9 @@ def handshake(
         verdict = _lead(store, config, world, fault)
     else:
         verdict = _follow(store, config.handshake_timeout, rank, world)
+        if verdict.get("unheard"):  # so that all ranks meet in a later attempt
+            store.delete_key(str(rank))
+            forget_call(name, rank)
     if "error" in verdict:
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
@@ -272,7 +283,7 @@ def _follow(store: PrefixStore, timeout: float, rank: int, world: int) -> Verdic
         missing = missing_ranks(store, range(world))
     verdict: Verdict
     if missing:
-        verdict = _no_answer(missing, timeout)
+        verdict = {**_no_answer(missing, timeout), "unheard": 0 in missing}
     elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):  # all are here, rank 0 is about to judge
         (text,) = _read(store, ["verdict"])
         verdict = json.loads(text)

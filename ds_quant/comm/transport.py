@@ -222,6 +222,15 @@ class Communicator:
             raise _lost(f"one of ranks {self.ranks[0]} to {self.ranks[-1]}", error) from error
         return numbers
 
+    def post_least(self, numbers: Tensor) -> Any:
+        """Post ``least``. Returns the work to wait for before ``numbers`` are read."""
+        return torch.distributed.all_reduce(
+            numbers,
+            op=torch.distributed.ReduceOp.MIN,
+            group=self.process_group,
+            async_op=True,
+        )
+
     def _open(self, sizes: Sequence[int], role: str, sealed: Tensor) -> Tensor:
         """Check and remove the checksums; rank r sent ``sizes[r]`` bytes and a checksum.
 

@@ -34,6 +34,7 @@ from ds_quant.fsdp2.node_copies import NodeCopies
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.sharded_module import Mesh, ShardedModule, gathered_by_fsdp, sharded_modules
+from ds_quant.fsdp2.steps_vote import StepsVote
 from ds_quant.fsdp2.telemetry import Telemetry
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
@@ -48,6 +49,7 @@ from ds_quant.runtime.message_error import end_of_run
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.partial_sums import PartialSumsMemory
 from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.written_weights import UnequalSteps
 
 STAGE = 3  # FSDP2 shards weights, gradients and optimizer states, as ZeRO-3 does
 _MANY_FORWARDS = 1000  # without an optimizer step
@@ -91,6 +93,10 @@ class Front:
 
         # - State between steps
         self.step = 0
+        self.ended_steps = 0  # of any optimizers; since ``attach``
+        self._steps_vote: StepsVote | None = None  # where nothing depends on the step
+        if scheme.weights is not None or scheme.gradients is not None:
+            self._steps_vote = StepsVote(self.hierarchy.flat, self.device)
         self.micro_steps = 1  # backwards of the last optimizer step
         self.weights_version = (0, 0)  # grows with every exchange of weights
         self.sums = PartialSumsMemory()
@@ -247,8 +253,19 @@ class Front:
             self._gathered.add(sharded)
             return
         self.optimizers.before_forward()
-        if self.copies is not None:
-            self.copies.fill_written()
+        try:
+            if self.copies is not None:
+                self.copies.fill_written()
+            elif self._steps_vote is not None:
+                self._steps_vote.compare(self.ended_steps)
+        except UnequalSteps as unequal:
+            least, most = unequal.args
+            raise RuntimeError(
+                f"{KEY}: optimizers of this model have taken {least} steps on some ranks and "
+                f"{most} on others. Random bits and the nodes' copies of the weights need steps of "
+                "all ranks alike: let all ranks decide together, such as by torch.distributed."
+                "all_reduce of the flag that skips a step"
+            ) from None
         self._forward_begins = False
         self._gathered = {sharded}
         if torch.is_grad_enabled():
@@ -285,6 +302,7 @@ class Front:
 
         is_new: False if an optimizer step goes on that was counted already.
         """
+        self.ended_steps += 1
         self._check_messages()
         if is_new:
             self.step += 1

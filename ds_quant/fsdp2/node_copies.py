@@ -71,11 +71,17 @@ class NodeCopies:
         self._record()
 
     def fill_written(self) -> None:
-        """Fill the copies of weights that any rank has written. A collective."""
+        """Fill the copies of weights that any rank has written. A collective.
+
+        Raises:
+            UnequalSteps: on all ranks, if they have taken other numbers of steps.
+        """
         if self._compared is not None:
             # Gathers need not wait for the stream of the optimizer: ``set_post_optim_event``.
             self._compared.wait()
-        written = set(self._written.written(self._shards(), self._front.hierarchy.flat))
+        flat = self._front.hierarchy.flat
+        steps = self._front.ended_steps
+        written = set(self._written.written(self._shards(), flat, steps=steps))
         if not written:
             return
         params: list[Param] = []

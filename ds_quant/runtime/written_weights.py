@@ -198,6 +198,10 @@ class Fingerprints:
         )
 
 
+class UnequalSteps(Exception):
+    """Ranks have taken other numbers of steps: the least and the largest one."""
+
+
 class WrittenWeights:
     """Fingerprints of this rank's shards: see [Note: written weights].
 
@@ -259,23 +263,34 @@ class WrittenWeights:
         self._taken = None
         self._noted = None
 
-    def written(self, shards: Sequence[Tensor], communicator: Communicator) -> list[int]:
+    def written(
+        self, shards: Sequence[Tensor], communicator: Communicator, *, steps: int = 0
+    ) -> list[int]:
         """Return the shards that any rank of ``communicator`` has written or marked.
 
-        They count as sent afterwards. A collective of one byte, and of one byte per shard if there
-        are any. The host waits for its answer.
+        They count as sent afterwards. A collective of three numbers, and of one byte per shard if
+        there are any. The host waits for its answer.
+
+        steps: a number that must be equal on all ranks.
+
+        Raises:
+            UnequalSteps: on all ranks, if it is not.
         """
         fingerprints = self._fingerprints
         if not fingerprints.dtypes:
             return []
         now = fingerprints.of(shards)
         differs = self._differs(now)
-        is_equal = (~differs.any()).to(torch.uint8).view(1)
+        is_equal = (~differs.any()).to(torch.int64).view(1)
         if self._marked:
             is_equal.zero_()
         self._noted = None
+        number = torch.tensor([steps, ~steps], device=fingerprints.device)
+        all_equal, least, inverted = communicator.least(torch.cat([is_equal, number])).tolist()
+        if least != ~inverted:
+            raise UnequalSteps(least, ~inverted)
         written: list[int] = []
-        if not communicator.least(is_equal).item():
+        if not all_equal:
             numel = len(fingerprints.dtypes)
             equal = torch.ones(numel, dtype=torch.uint8, device=fingerprints.device)
             equal[fingerprints.shard_of_piece[differs]] = 0

@@ -831,3 +831,19 @@ def test_a_step_that_only_makes_states_does_not_count() -> None:
     model(rows(1)).sum().backward()
     optimizer.step()
     assert front.step == 1
+
+
+@pytest.mark.parametrize("scheme", ["hybrid", "qsdp"])
+@on_ranks(2)
+def test_ranks_that_step_alone_end_all_of_them(scheme: str) -> None:
+    def program(run: Run) -> None:
+        run.step(0)
+        run.backward(1)
+        if dist.get_rank() == 1:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.backward(2)
+        run.backward(3)
+
+    with pytest.raises(RuntimeError, match="have taken 1 steps on some ranks and 2 on others"):
+        played(program, with_copies(scheme, 2))

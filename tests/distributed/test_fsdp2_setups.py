@@ -495,6 +495,20 @@ def test_a_model_is_attached_once_and_a_failed_start_leaves_nothing() -> None:
     three_steps(Run(other, made, front))
 
 
+@pytest.mark.parametrize("mistaken", [0, 1])
+@on_ranks(2)
+def test_ranks_attach_together_after_an_attempt_that_one_gave_up(mistaken: int) -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    block = {"scheme": "qsdp", "handshake_timeout": 1}
+    wrong = {**block, "scheme": "qsdb"} if dist.get_rank() == mistaken else block
+    with pytest.raises((ds_quant.ConfigError, RuntimeError)):
+        fsdp2.attach(model, wrong, optimizer=optimizer)
+    dist.barrier()
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+    three_steps(Run(model, optimizer, front))
+
+
 @on_ranks(2)
 def test_a_captured_graph_is_refused() -> None:
     model = sharded()

@@ -19,7 +19,10 @@ class OneRank:
 
 
 class OtherRank:
-    """A communicator whose other rank votes ``votes``, in the order of the collectives."""
+    """A communicator whose other rank votes ``votes``, in the order of the collectives.
+
+    The first vote of a comparison also has the number of steps and its inverse: 0 and -1.
+    """
 
     def __init__(self, *votes: list[int]) -> None:
         self._votes = list(votes)
@@ -116,7 +119,7 @@ def test_integers_and_several_dtypes() -> None:
 def test_a_write_of_another_rank_is_noticed() -> None:
     shards = shards_of(100, 200, 300)
     weights = watched(shards)
-    assert weights.written(shards, OtherRank([0], [1, 0, 1])) == [1]
+    assert weights.written(shards, OtherRank([0, 0, -1], [1, 0, 1])) == [1]
 
 
 def test_a_known_write_is_ignored_once() -> None:
@@ -152,7 +155,7 @@ def test_a_mark_of_one_rank_counts_on_all() -> None:
     weights.mark(1)
     assert weights.written(shards, OneRank()) == [1]
     assert weights.written(shards, OneRank()) == []
-    assert weights.written(shards, OtherRank([0], [0, 1])) == [0]
+    assert weights.written(shards, OtherRank([0, 0, -1], [0, 1])) == [0]
     shards[0].zero_()  # what was found counts as sent
     assert weights.written(shards, OneRank()) == [0]
 

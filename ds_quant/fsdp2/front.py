@@ -93,7 +93,6 @@ class Front:
 
         # - State between steps
         self.step = 0
-        self.ended_steps = 0  # of any optimizers; since ``attach``
         self._steps_vote: StepsVote | None = None  # where nothing depends on the step
         if scheme.weights is not None or scheme.gradients is not None:
             self._steps_vote = StepsVote(self.hierarchy.flat, self.device)
@@ -257,14 +256,14 @@ class Front:
             if self.copies is not None:
                 self.copies.fill_written()
             elif self._steps_vote is not None:
-                self._steps_vote.compare(self.ended_steps)
+                self._steps_vote.compare(self.step)
         except UnequalSteps as unequal:
             least, most = unequal.args
             raise RuntimeError(
                 f"{KEY}: optimizers of this model have taken {least} steps on some ranks and "
                 f"{most} on others. Random bits and the nodes' copies of the weights need steps of "
                 "all ranks alike: let all ranks decide together, such as by torch.distributed."
-                "all_reduce of the flag that skips a step"
+                "all_reduce of the flag that skips a step, and call front.load_state_dict on all"
             ) from None
         self._forward_begins = False
         self._gathered = {sharded}
@@ -302,7 +301,6 @@ class Front:
 
         is_new: False if an optimizer step goes on that was counted already.
         """
-        self.ended_steps += 1
         self._check_messages()
         if is_new:
             self.step += 1

@@ -20,7 +20,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Event, Tensor
 
 from ds_quant.comm.lossless_gather import posts
 from ds_quant.config.errors import KEY
@@ -41,7 +41,7 @@ class NodeCopies:
         # In their own dtype, without a cast. So a write that the sent dtype does not show counts.
         dtypes = [shard.dtype for each in node_shards for shard in each.sharded.shards()]
         self._written = WrittenWeights(dtypes, front.device)
-        self._compared: torch.Event | None = None  # after the last fingerprints; None on the CPU
+        self._compared: Event | None = None  # after the last fingerprints; None on the CPU
         self._is_marked = False
         self._has_logged = False
         self.mark_all()
@@ -80,7 +80,7 @@ class NodeCopies:
             # Gathers need not wait for the stream of the optimizer: ``set_post_optim_event``.
             self._compared.wait()
         flat = self._front.hierarchy.flat
-        steps = self._front.ended_steps
+        steps = self._front.step
         written = set(self._written.written(self._shards(), flat, steps=steps))
         if not written:
             return
@@ -141,7 +141,7 @@ class NodeCopies:
     def _record(self) -> None:
         """Record that the fingerprints so far are computed."""
         if self._front.device.type != "cpu":
-            self._compared = torch.Event(self._front.device)
+            self._compared = Event(self._front.device)
             self._compared.record()
 
     def _shards(self) -> list[Tensor]:

@@ -136,7 +136,7 @@ class NodeShard:
         self._updated = {
             index for index, param in enumerate(self.served) if id(param.tensor) in updated_ids
         }
-        self._modules_with_params: dict[torch.nn.Module, bool] = {}  # of ``_holds_served``
+        self._modules_with_params: dict[torch.nn.Module, bool] = {}  # see ``_holds_served``
         self._called_modules: set[torch.nn.Module] = set()  # in this forward
         self._forward_depth = 0  # modules whose forward has begun and not ended
         self._compares_next_gather = True
@@ -252,7 +252,10 @@ class NodeShard:
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Note the module whose forward is about to begin: see [Note: when shards are compared]."""
-        if not self._holds_served(module):
+        holds_served = self._modules_with_params.get(module)
+        if holds_served is None:
+            holds_served = self._modules_with_params[module] = self._holds_served(module)
+        if not holds_served:
             return
         if self._forward_depth == 0 or module in self._called_modules:
             self._called_modules.clear()
@@ -263,20 +266,16 @@ class NodeShard:
 
     def after_forward(self, module: torch.nn.Module) -> None:
         """Note that the forward of a module has ended."""
-        if self._holds_served(module):
-            self._forward_depth = max(0, self._forward_depth - 1)
+        if self._modules_with_params.get(module) and self._forward_depth:
+            self._forward_depth -= 1
 
     def _holds_served(self, module: torch.nn.Module) -> bool:
         """Return True if the node shard serves a parameter of the module or of one inside.
 
         Other modules may run on some of the ranks only.
         """
-        holds = self._modules_with_params.get(module)
-        if holds is None:
-            params = map(self._plugin.param_of, sharded_params.parameters_of(module))
-            holds = any(p is not None and p.row_state is not ABSENT for p in params)
-            self._modules_with_params[module] = holds
-        return holds
+        params = map(self._plugin.param_of, sharded_params.parameters_of(module))
+        return any(p is not None and p.row_state is not ABSENT for p in params)
 
     def _mark_written(self) -> None:
         """Mark the rows of parameters stale that any rank has written. A collective."""

@@ -242,12 +242,12 @@ def around_forward(
     """
 
     def begin(original: Callable[..., object], module: torch.nn.Module) -> object:
-        if not is_in_backward():
+        if _current_graph_task() == _NO_GRAPH_TASK:
             before(module)
         return original(module)
 
     def end(original: Callable[..., object], module: torch.nn.Module) -> object:
-        if not is_in_backward():
+        if _current_graph_task() == _NO_GRAPH_TASK:
             after(module)
         return original(module)
 
@@ -258,7 +258,12 @@ def around_forward(
 
 def is_in_backward() -> bool:
     """Return True if this thread runs a backward of autograd."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task() != _NO_GRAPH_TASK
+
+
+# Hooks of modules call it directly: they run twice per module and forward.
+_current_graph_task = torch._C._current_graph_task_id
+_NO_GRAPH_TASK = -1
 
 
 def _offload_of(events: hooks.Hooks) -> ParameterOffload:

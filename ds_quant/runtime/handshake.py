@@ -244,11 +244,14 @@ def handshake(
         "launched": launched_size(world) if ranks is None else None,
     }
     store.set(str(rank), json.dumps(card))
+    if store.check([_gave_up(rank)]):
+        store.delete_key(_gave_up(rank))
     if rank == 0:
         verdict = _lead(store, config, world, fault)
     else:
         verdict = _follow(store, config.handshake_timeout, rank, world)
         if verdict.get("unheard"):  # so that all ranks meet in a later attempt
+            store.set(_gave_up(rank), "")
             store.delete_key(str(rank))
             forget_call(name, rank)
     if "error" in verdict:
@@ -280,7 +283,9 @@ def _follow(store: PrefixStore, timeout: float, rank: int, world: int) -> Verdic
     """Every other rank: return the verdict."""
     missing: list[int] = []
     if not wait_for_keys(store, ["verdict"], timeout):
-        missing = missing_ranks(store, range(world))
+        # A rank that has just given up is not missing: it has answered, and waited as long.
+        absent = missing_ranks(store, range(world))
+        missing = [other for other in absent if not store.check([_gave_up(other)])]
     verdict: Verdict
     if missing:
         verdict = {**_no_answer(missing, timeout), "unheard": 0 in missing}
@@ -292,6 +297,11 @@ def _follow(store: PrefixStore, timeout: float, rank: int, world: int) -> Verdic
     if "error" in verdict:
         store.set(f"left/{rank}", "")
     return verdict
+
+
+def _gave_up(rank: int) -> str:
+    """Return the key of a rank that has taken its card back, because nobody gave a verdict."""
+    return f"gave_up/{rank}"
 
 
 def _no_answer(missing: list[int], timeout: float) -> Verdict:

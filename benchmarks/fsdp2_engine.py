@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
-from ds_quant.fsdp2.front import Front
+from ds_quant.fsdp2.model import AttachedModel
 
 # Shards and optimizer states are fp32; weights are gathered and gradients reduced in bf16.
 # The model computes in fp32, as under the other engines: see gpt.py.
@@ -32,7 +32,7 @@ class FSDP2Engine:
         self,
         model: FSDPModule,
         optimizer: Optimizer,
-        front: Front | None,
+        front: AttachedModel | None,
         accumulation: int,
     ) -> None:
         self.module: Any = model

@@ -28,13 +28,18 @@ from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm import transport
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.message import all_gather
 from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic, normalised
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.wire import shard_range
+from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime.front import Front
+from ds_quant.runtime.param import Param
+from ds_quant.runtime.run import Level, ProcessGroups, Run
 from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
@@ -234,6 +239,12 @@ class EngineOfNobody:
     is_last_micro_step: bool = True
     stage: int = 3
 
+    @property
+    def device(self) -> torch.device:
+        for parameter in self.module.parameters():
+            return parameter.device
+        return torch.device("cpu")
+
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.is_last_micro_step
 
@@ -249,18 +260,61 @@ class SimulatedRank(Plugin):
 
     def __init__(self, engine: EngineOfNobody, scheme: Scheme, rank: int, network: Network) -> None:
         self.number = rank
-        self._network = network
+        self.network = network
         super().__init__(cast(Engine, engine), scheme, network.topology)
         self.reduction = ShardReduction(self)
-        if self.routes.gradients().keeps_partial_sums:
+        if self.run.routes.gradients().keeps_partial_sums:
             self.partial_gradients = PartialGradients(cast(Engine, engine))
+
+    def _make_run(self, routes: Routes, topology: Topology, notices: Sequence[str]) -> Run:
+        return SimulatedRun(
+            self,
+            routes,
+            self._params.values(),
+            rank=self.number,
+            network=self.network,
+            device=self.engine.device,
+        )
+
+
+class SimulatedRun(Run):
+    """The run of one rank, with communicators to the other ranks of this process."""
+
+    def __init__(
+        self,
+        front: Front,
+        routes: Routes,
+        params: Iterable[Param],
+        *,
+        rank: int,
+        network: Network,
+        device: torch.device,
+    ) -> None:
+        self._number = rank
+        self._network = network
+        super().__init__(
+            front,
+            routes,
+            network.topology,
+            params,
+            process_groups=ProcessGroups(),
+            device=device,
+            has_streams=False,
+        )
+
+    def _make_world(self, process_groups: ProcessGroups) -> Level:
+        if not self.routes.replicas:
+            return super()._make_world(process_groups)
+        inside, between = self._inside_and_between()
+        hierarchy = HierarchicalCommunicator(self.communicator(None), inside, between)
+        return self._level(hierarchy, HierarchicalCommunicator(inside))
 
     def communicator(self, process_group: Any) -> Communicator:
         if 0 not in self._communicators:
-            self._communicators[0] = self._communicator(self._network.world, self.number)
+            self._communicators[0] = self._simulated(self._network.world, self._number)
         return self._communicators[0]
 
-    def _communicator(self, group: Group, rank: int) -> Communicator:
+    def _simulated(self, group: Group, rank: int) -> Communicator:
         return SimulatedCommunicator(
             group,
             rank,
@@ -270,9 +324,11 @@ class SimulatedRank(Plugin):
             message_errors=self.message_errors,
         )
 
-    def _make_levels(self) -> tuple[Communicator, Communicator]:
-        intra, inter = self._network.groups(self.number)
-        return self._communicator(*intra), self._communicator(*inter)
+    def _inside_and_between(self, flat: Communicator | None = None) -> list[Communicator]:
+        if not self.routes.two_levels:
+            return []
+        intra, inter = self._network.groups(self._number)
+        return [self._simulated(*intra), self._simulated(*inter)]
 
 
 # ---- training ----
@@ -353,8 +409,8 @@ class Simulation:
             **self.state(),
             "step": self._engine.global_steps,
             "node_rows": [[item.rows.clone() for item in rows] for rows in self._node_rows],
-            "levels": [param.levels for param in self._ranks[0].all_params()],
-            "learned_at": self._ranks[0].state.learned_at,
+            "levels": [param.levels for param in self._ranks[0].run.params],
+            "learned_at": self._ranks[0].run.state.learned_at,
         }
 
     def resume(self, progress: dict[str, Any]) -> None:
@@ -369,8 +425,8 @@ class Simulation:
                 for item, rows in zip(node_rows, saved, strict=True):
                     item.rows.copy_(rows)
         for rank in self._ranks:
-            rank.state.learned_at = progress["learned_at"]
-            for param, levels in zip(rank.all_params(), progress["levels"], strict=True):
+            rank.run.state.learned_at = progress["learned_at"]
+            for param, levels in zip(rank.run.params, progress["levels"], strict=True):
                 param.levels = levels
 
     def loss(self, *batch: Any) -> Tensor:
@@ -484,7 +540,7 @@ class Simulation:
         error = 0.0
         norm = 0.0
         for param, exact_gradient, gradient in zip(
-            self._ranks[0].all_params(),
+            self._ranks[0].run.params,
             exact.split(self._sizes),
             self._gradient.split(self._sizes),
             strict=True,
@@ -502,12 +558,12 @@ class Simulation:
         if self._replicas is not None:
             shaped = zip(self._parameters, self.exact_weights(), strict=True)
             return self._replicas.decoded_weights([w.view(p.shape) for p, w in shaped])
-        if self._ranks[0].routes.keeps_shard:
+        if self._ranks[0].run.routes.keeps_shard:
             return self._node_weights()
 
         def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[list[Tensor]]:
             bound_codecs = self._bound_codecs(rank, hop=0)
-            return all_gather(shards, self._sizes, bound_codecs, rank.communicator(None))
+            return all_gather(shards, self._sizes, bound_codecs, rank.run.communicator(None))
 
         return self._post(post)[0].wait()
 
@@ -530,11 +586,11 @@ class Simulation:
         """
         dtype = self._dtype
         step = rank.step + ahead
-        if rank.is_full_precision(step):
+        if rank.run.is_full_precision(step):
             return [full_precision(dtype)] * len(self._sizes)
         return [
             param.bound_codec(param.weight_codecs(dtype, rank=rank.number)[hop], dtype, step)
-            for param in rank.all_params()
+            for param in rank.run.params
         ]
 
     def _learn_levels(self) -> None:
@@ -544,10 +600,10 @@ class Simulation:
 
         def learn(rank: SimulatedRank, shards: list[Tensor]) -> Future[None]:
             values = [
-                (parameter, shard, rank.communicator(None))
-                for parameter, shard in zip(self._parameters, shards, strict=True)
+                (param, shard, rank.run.communicator(None))
+                for param, shard in zip(rank.run.params, shards, strict=True)
             ]
-            return pool.submit(rank.learn_levels, rank.step + 1, iter(values))
+            return pool.submit(rank.run.learn_levels, rank.step + 1, iter(values))
 
         with ThreadPoolExecutor(len(self._ranks)) as pool:
             for future in self._post(learn):
@@ -563,7 +619,7 @@ class Simulation:
             communicator = None
             bound_codecs: list[BoundCodec] = []
             if self._topology.node_size > 1:
-                communicator = rank.hierarchy(None).intra
+                communicator = rank.run.world.hierarchy.intra
                 bound_codecs = self._bound_codecs(rank, hop=-1)
             gathers.append(gather(self._node_rows[rank.number], bound_codecs, communicator))
         return gathers[0].wait()
@@ -586,7 +642,7 @@ class Simulation:
         """Update the node rows of all ranks to the exact weights, sent by their owners."""
 
         def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[Any]:
-            hierarchy = rank.hierarchy(None)
+            hierarchy = rank.run.world.hierarchy
             inter = hierarchy.inter or hierarchy.flat  # flat: there is one rank per node
             return exchange(self._node_rows[rank.number], shards, bound_codecs(rank), inter)
 

@@ -17,25 +17,19 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from simulated import Group, Network, SimulatedCommunicator
+from simulated import Network, SimulatedRun
 from torch import Tensor, nn
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.comm.buffers import Buffers
-from ds_quant.comm.checksum import MessageErrors
-from ds_quant.comm.hierarchy import HierarchicalCommunicator
-from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
-from ds_quant.comm.traffic import Traffic
-from ds_quant.fsdp2.front import STAGE, Front
+from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
-from ds_quant.fsdp2.optimizers import OptimizerSteps
+from ds_quant.fsdp2.model import STAGE
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.route import Route, Routes
 from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime.front import Workload
 from ds_quant.runtime.param import Param
-from ds_quant.runtime.partial_sums import PartialSumsMemory
-from ds_quant.runtime.plan_cache import PlanCache
 
 WAYS = ("hsdp", "ddp")
 NO_GROUP = cast(Any, None)  # in place of a process group, which the collectives do not read
@@ -68,34 +62,13 @@ def of_width(codec: GroupCodec, bits: int) -> GroupCodec:
     return replace(codec, bits=bits)
 
 
-class SimulatedFront(Front):
-    """FSDP2's front of one rank, without FSDP2: what a reduction reads of it."""
+class SimulatedModel:
+    """The collectives of FSDP2's front on one rank, without FSDP2."""
 
     def __init__(
         self, module: nn.Module, routes: ReplicaRoutes, rank: int, network: Network
     ) -> None:
-        self.routes = routes
-        self.defers_inter_node = routes.gradients().keeps_partial_sums
-        self.scheme = routes.scheme
-        self.topology = network.topology
-        self.device = next(module.parameters()).device
-        self.replicas = network.topology.nodes
-        self.traffic = Traffic()
-        self.message_errors = MessageErrors()
-        self.buffers = Buffers()
-        intra, inter = network.groups(rank)
-        self.hierarchy = HierarchicalCommunicator(
-            self._of(network.world, rank), self._of(*intra), self._of(*inter)
-        )
-        self.shards = HierarchicalCommunicator(self._of(*intra))
-        self.route = self._route()
-        self._gradient_sums = PlanCache()
         self.step = 0
-        self.weights_version = (0, 0)
-        self.sums = PartialSumsMemory()
-        self.optimizers = OptimizerSteps(self)
-        self.copies = None
-        self._backward = SimpleNamespace(is_last_backward=True)
         params = [
             Param(
                 index=index,
@@ -107,45 +80,35 @@ class SimulatedFront(Front):
             )
             for index, (name, parameter) in enumerate(module.named_parameters())
         ]
-        sharded = _sharded(module, params, self.shards.size, self._backward)
-        self.sharded_modules = [sharded]
-        self.reduction = QuantizedReduceScatter(self, sharded)
+        self.run = SimulatedRun(
+            self,
+            routes,
+            params,
+            rank=rank,
+            network=network,
+            device=next(module.parameters()).device,
+        )
+        # No optimizer of torch moves the weights.
+        self._context = Context(
+            run=self.run,
+            replicas=network.topology.nodes,
+            before_gather=lambda _: None,
+            after_reduction=lambda: None,
+        )
+        self._backward = SimpleNamespace(is_last_backward=True)
+        sharded = _sharded(module, params, self.run.world.shards.size, self._backward)
+        self.reduction = QuantizedReduceScatter(self._context, sharded)
         self.reduction.note_gradients([True] * len(params))
-        self.gather = QuantizedAllGather(self, sharded, node_shard=None)
+        self.gather = QuantizedAllGather(self, self._context, sharded, node_shard=None)
 
-    def before_gather(self, sharded: ShardedModule) -> None:
-        """Do nothing: no optimizer of torch moves the weights."""
+    @property
+    def counted_steps(self) -> int:
+        """Optimizer steps."""
+        return self.step
 
-    def _of(self, group: Group, rank: int) -> SimulatedCommunicator:
-        return SimulatedCommunicator(
-            group,
-            rank,
-            topology=self.topology,
-            traffic=self.traffic,
-            buffers=self.buffers,
-            message_errors=self.message_errors,
-        )
-
-    def _route(self) -> tuple[ReductionHop, ...]:
-        by_level = {"intra": self.hierarchy.gradients, "inter": self.hierarchy.inter}
-        slicing = Slicing(
-            count=self.scheme.block.slices, pace=presumed_pace(self.device, "simulated")
-        )
-        hops = []
-        divisor = 1
-        for hop in self.routes.gradients().hops:
-            communicator = by_level[hop.level]
-            assert communicator is not None  # several nodes of several ranks
-            hops.append(
-                ReductionHop(
-                    communicator=communicator,
-                    divisor=divisor,
-                    full_precision_own=hop.full_precision_own,
-                    slicing=slicing,
-                )
-            )
-            divisor *= communicator.size
-        return tuple(hops)
+    def workload(self) -> Workload:
+        """Raise RuntimeError: nobody prices a simulation."""
+        raise RuntimeError("a simulated model has no prices")
 
     def set_last_backward(self, is_last: bool) -> None:
         """Declare the next backward the last one of the optimizer step, or not."""
@@ -154,7 +117,7 @@ class SimulatedFront(Front):
     def end_step(self) -> None:
         """Go on to the next optimizer step."""
         self.step += 1
-        self.weights_version = (self.step, 0)
+        self._context.weights_version = (self.step, 0)
         self.reduction.after_step()
 
 
@@ -193,6 +156,7 @@ def _sharded(
         dtypes=(dtype,) * len(parameters),
         gradient_dtype=dtype,
         fsdp_gathers="",
+        was_trained=[True] * len(parameters),
     )
 
 
@@ -234,7 +198,7 @@ class Replicas:
         self._gathers_weights = way == "hsdp"
         self._node_size = topology.node_size
         self._fronts = [
-            SimulatedFront(module, routes, rank, network) for rank in range(topology.world)
+            SimulatedModel(module, routes, rank, network) for rank in range(topology.world)
         ]
 
     @property
@@ -254,9 +218,9 @@ class Replicas:
         gradients: of every rank, in the shape of the parameters.
         """
 
-        def reduced(front: SimulatedFront) -> Tensor:
+        def reduced(front: SimulatedModel) -> Tensor:
             front.set_last_backward(is_last)
-            rows = self._rows(gradients[front.hierarchy.rank])
+            rows = self._rows(gradients[front.run.world.hierarchy.rank])
             output = torch.zeros_like(rows[0])  # padding is not written
             front.reduction(output, torch.cat(rows), NO_GROUP, dist.ReduceOp.AVG)
             return output
@@ -276,9 +240,9 @@ class Replicas:
             return [weights.reshape(-1) for weights in exact]
         rows = self._rows(exact)
 
-        def gathered(front: SimulatedFront) -> Tensor:
+        def gathered(front: SimulatedModel) -> Tensor:
             output = rows[0].new_empty(len(rows) * rows[0].numel())
-            front.gather(output, rows[front.hierarchy.rank], NO_GROUP)
+            front.gather(output, rows[front.run.world.hierarchy.rank], NO_GROUP)
             return output
 
         return self._whole(_on_all(gathered, self._fronts[: self._node_size])[0], exact)
@@ -320,7 +284,7 @@ class Replicas:
 
 
 def _on_all(
-    work: Callable[[SimulatedFront], Tensor], fronts: Sequence[SimulatedFront]
+    work: Callable[[SimulatedModel], Tensor], fronts: Sequence[SimulatedModel]
 ) -> list[Tensor]:
     """Return the results of all fronts, each made by a thread."""
     with ThreadPoolExecutor(len(fronts)) as pool:

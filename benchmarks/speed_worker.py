@@ -74,7 +74,7 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
 
 def await_messages(engine: Any) -> None:
     """Await every message of an engine where it is posted, so that nothing overlaps."""
-    traffic = engine.ds_quant_plugin.traffic
+    traffic = engine.ds_quant_plugin.run.traffic
     posted = Communicator._posted
 
     def awaited(communicator: Communicator, *args: Any) -> Any:

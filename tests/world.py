@@ -79,7 +79,7 @@ class World:
     def communicator(self, ranks: Sequence[int], index: int) -> SimulatedCommunicator:
         """Return a communicator of rank ``index`` of a group, with its own counters."""
         return SimulatedCommunicator(
-            self._group(ranks), index, topology=self.ranks[0].topology, traffic=Traffic()
+            self._group(ranks), index, topology=self.ranks[0].run.topology, traffic=Traffic()
         )
 
     def all(self, run: Callable[[SimulatedRank], T]) -> list[T]:

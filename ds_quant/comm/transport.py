@@ -83,6 +83,8 @@ def carries(process_group: Any, device: torch.device) -> str:
     """
     if process_group is None:
         process_group = torch.distributed.group.WORLD
+    if process_group is None:  # not initialized: the ranks of a simulation
+        return ""
     try:
         name: str = process_group._get_backend(device).name()
     except RuntimeError:  # no backend for this device

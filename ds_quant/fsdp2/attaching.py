@@ -21,24 +21,20 @@ from ds_quant.config.errors import KEY, ConfigError, misplaced_block, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.fsdp2 import torch_names
-from ds_quant.fsdp2.front import STAGE, Front
 from ds_quant.fsdp2.inactive import InactiveFront
-from ds_quant.fsdp2.notices import weights_in_full
+from ds_quant.fsdp2.model import STAGE, AttachedModel
 from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
-from ds_quant.fsdp2.report import figures, start_line
 from ds_quant.fsdp2.sharded_module import (
     Mesh,
     mesh_of,
     refuse_unsupported,
     sharded_parameters,
 )
-from ds_quant.fsdp2.telemetry import Telemetry
-from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.kernels import dispatch
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
 from ds_quant.runtime.handshake import handshake
-from ds_quant.runtime.start_line import warn_of_unmatched
+from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
 
 
@@ -47,7 +43,7 @@ def attach(
     block: Mapping[str, Any] | str | Path | None = None,
     *,
     optimizer: Optimizer | Iterable[Optimizer],
-) -> Front | InactiveFront:
+) -> AttachedModel | InactiveFront:
     """Send the weights and gradients of an FSDP2 model as a ``quantized_comm`` block says.
 
     Call it on all ranks after ``fully_shard`` and after the optimizer exists. Keep the result in
@@ -92,7 +88,7 @@ def attach(
     _refuse_optimizers(model, optimizers)
     scheme = config.to_scheme()
     topology = _shake_hands(model, config, mesh)
-    front = Front(model, scheme, topology, mesh)
+    front = AttachedModel(model, scheme, topology, mesh)
     front.connect(model, optimizers)
     try:
         _begin(front, has_optimizer=bool(optimizers))
@@ -102,34 +98,34 @@ def attach(
     return front
 
 
-def _begin(front: Front, *, has_optimizer: bool) -> None:
+def _begin(front: AttachedModel, *, has_optimizer: bool) -> None:
     """Arm the metrics and log the start-up line."""
     if not has_optimizer:
-        front.notices.append("no optimizer: weights are gathered only")
-    config = front.scheme.block
-    if front.topology.world > 1:
-        front.notices += weights_in_full(front)
-        if config.metrics.file is not None and config.metrics.interval and dist.get_rank() == 0:
-            front.telemetry = Telemetry(front, config.metrics)
-            front.telemetry.arm()
+        front.run.notices.append("no optimizer: weights are gathered only")
+    metrics = front.run.scheme.block.metrics
+    if front.run.topology.world == 1:
+        front.run.notices.append("single rank: nothing to communicate")
+    elif metrics.file is not None and metrics.interval and dist.get_rank() == 0:
+        front.write_metrics(metrics)
     _announce(front)
 
 
-def front_of(model: nn.Module) -> Front | None:
+def front_of(model: nn.Module) -> AttachedModel | None:
     """Return what was attached to a model or to one that holds it, None if nothing was."""
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         for group in torch_names.param_groups(module):
             gather = group._all_gather_comm
-            return gather.front if isinstance(gather, QuantizedAllGather) else None
+            front = getattr(gather, "front", None)
+            return front if isinstance(front, AttachedModel) else None
     return None
 
 
 def report(model: nn.Module) -> dict[str, Any] | None:
     """Report what this rank has received so far; None without a block. See ``ds_quant.report``."""
     front = front_of(model)
-    return None if front is None else figures(front)
+    return None if front is None else front.figures()
 
 
 def resync(model: nn.Module) -> None:
@@ -294,17 +290,14 @@ def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> Non
             )
 
 
-def _announce(front: Front) -> None:
-    """Log the start-up line and its warnings on the first rank."""
+def _announce(front: AttachedModel) -> None:
+    """Log the start-up line and its warnings."""
+    notices = front.run.notices
     if os.environ.get(KILL_VARIABLE, "").strip():
-        front.notices.append(f"{KILL_VARIABLE} is not watched under FSDP2")
+        notices.append(f"{KILL_VARIABLE} is not watched under FSDP2")
     if front.mesh.is_part:
-        front.notices.append(
+        notices.append(
             f"this model belongs to {len(front.mesh.ranks)} of {dist.get_world_size()} ranks, from "
             f"rank {front.mesh.ranks[0]} on; other ranks train models of their own"
         )
-    if front.topology.world > 1:
-        names = [param.name for param in front.params]
-        warn_of_unmatched(front.scheme.block.exclude, names)
-    front.line = start_line(front)
-    front.info(f"{KEY}: {front.line}")
+    announce(front.run, front.line)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
-
 Undo = Callable[[], None]
 
 
-def drop_with_module(module: nn.Module, front: Front) -> list[Undo]:
+class KeepsGradients(Protocol):
+    """A model that keeps partial sums of gradients."""
+
+    def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
+        """Drop the partial sums of parameters, given by their ids."""
+
+
+def drop_with_module(module: nn.Module, front: KeepsGradients) -> list[Undo]:
     """Wrap ``zero_grad`` of a module, and ``reset_iter_state``, with which a loop recovers from an
     exception. Returns the functions that undo it.
     """
@@ -28,14 +32,14 @@ def drop_with_module(module: nn.Module, front: Front) -> list[Undo]:
 
 
 def drop_with_optimizer(
-    optimizer: Optimizer, parameters: Callable[[Optimizer], Iterable[Tensor]], front: Front
+    optimizer: Optimizer, parameters: Callable[[Optimizer], Iterable[Tensor]], front: KeepsGradients
 ) -> Undo:
     """Wrap ``zero_grad`` of an optimizer. parameters: returns those of an optimizer."""
     return _drop_before(optimizer, "zero_grad", partial(parameters, optimizer), front)
 
 
 def _drop_before(
-    owner: object, name: str, parameters: Callable[[], Iterable[Tensor]], front: Front
+    owner: object, name: str, parameters: Callable[[], Iterable[Tensor]], front: KeepsGradients
 ) -> Undo:
     """Drop the partial sums of some parameters before a method runs.
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,12 @@ from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_tensors_last
 from ds_quant.fsdp2 import torch_names
+from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.torch_names import FsdpParam, ReduceScatter
 from ds_quant.kernels.wire import shard_range
 from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
 from ds_quant.runtime.plan_cache import PlanCache
-
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,8 +105,9 @@ class _PartialSums:
 class QuantizedReduceScatter(ReduceScatter):
     """The reduce-scatter of one sharded module: see [Note: one backward, one step]."""
 
-    def __init__(self, front: Front, sharded: ShardedModule) -> None:
-        self._front = front
+    def __init__(self, context: Context, sharded: ShardedModule) -> None:
+        self._context = context
+        self._run = context.run
         self._sharded = sharded
         group = sharded.group
         self._own = group._reduce_scatter_comm  # FSDP2's
@@ -117,7 +116,8 @@ class QuantizedReduceScatter(ReduceScatter):
         self._plans = PlanCache()
         self._has_gradient: tuple[bool, ...] = ()  # by parameter, in this backward
         self._partial_sums: dict[_Plan, _PartialSums] = {}
-        self._reductions = 0  # in this optimizer step
+        self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
+        self.last_reductions = 0  # in the last one
 
     # ---- FSDP2's calls ----
 
@@ -165,12 +165,11 @@ class QuantizedReduceScatter(ReduceScatter):
         of which padding stays as it is  2. with replicas exchange the sums between all nodes.
         Before the last backward: 1. reduce inside the node  2. return zeros.
         """
-        front = self._front
-        front.refuse_capture()
+        self._context.refuse_capture()
         if not self._sharded.reduces:
-            front.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
+            self._run.world.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
             return self._own(output_tensor, input_tensor, group, op, async_op)
-        front.optimizers.after_reduction()
+        self._context.after_reduction()
         plan = self._plan(input_tensor, self._scale(op))
         if not self._crosses:
             self._accumulate(plan, input_tensor)
@@ -191,13 +190,9 @@ class QuantizedReduceScatter(ReduceScatter):
         self._drop_abandoned()
         return bool(self._partial_sums)
 
-    @property
-    def reductions(self) -> int:
-        """Reductions so far in this optimizer step: one per backward, more for a loss in chunks."""
-        return self._reductions
-
     def after_step(self) -> None:
         """Begin the next optimizer step."""
+        self.last_reductions = self._reductions
         self._reductions = 0
 
     def discard(self, parameters: Collection[int] | None = None) -> None:
@@ -223,7 +218,7 @@ class QuantizedReduceScatter(ReduceScatter):
     @property
     def _crosses(self) -> bool:
         """True if this backward sends gradients between the nodes."""
-        return not self._front.defers_inter_node or self._sharded.is_last_backward
+        return not self._context.defers_inter_node or self._sharded.is_last_backward
 
     def _before_reduction(self) -> None:
         """Note the parameters that have gradients: see [Note: which gradients]."""
@@ -307,7 +302,7 @@ class QuantizedReduceScatter(ReduceScatter):
         bound_codecs, rotations = self._bind(plan, step)
         values: Tensor | None = None
         if partial_sums is not None:
-            values = self._front.sums.release(partial_sums.values, partial_sums.last)
+            values = self._context.partial_sums.release(partial_sums.values, partial_sums.last)
         total = output
         if plan.returned is not None:
             total = plan.sums.new_sums(output.device)
@@ -339,7 +334,7 @@ class QuantizedReduceScatter(ReduceScatter):
     def _accumulate(self, plan: _Plan, gradients: Tensor) -> None:
         """Add the gradients, summed inside the node, to the partial sums."""
         bound_codecs, rotations = self._bind(plan, self._next_address())
-        sums = self._front.sums
+        sums = self._context.partial_sums
         earlier = self._partial_sums.get(plan)
         sums.wait()
         if earlier is None:
@@ -362,11 +357,11 @@ class QuantizedReduceScatter(ReduceScatter):
     def _pop(self, plan: _Plan) -> None:
         """Drop the partial sums of a plan."""
         partial_sums = self._partial_sums.pop(plan)
-        self._front.sums.release(partial_sums.values, partial_sums.last)
+        self._context.partial_sums.release(partial_sums.values, partial_sums.last)
 
     def _next_address(self) -> int:
         """Return the address of the random bits of a reduction, unique in a run."""
-        address = (self._front.step << 24) + self._reductions
+        address = (self._run.step << 24) + self._reductions
         self._reductions += 1
         return address
 
@@ -375,28 +370,28 @@ class QuantizedReduceScatter(ReduceScatter):
         factor = self._sharded.group.gradient_divide_factor
         if op == dist.ReduceOp.SUM:
             # FSDP2 divides by the user's factor, else by the ranks of a shard group.
-            return 1 / self._front.replicas if factor is None else 1.0
+            return 1 / self._context.replicas if factor is None else 1.0
         # A mean, or a sum premultiplied by the inverse of the user's factor.
-        return 1 / (factor or self._front.hierarchy.size)
+        return 1 / (factor or self._run.world.hierarchy.size)
 
     def _bind(
         self, plan: _Plan, step: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
         """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
         # One pattern of signs for all backwards whose rotated values are added up.
-        signs_step = self._front.step << 24 if self._front.defers_inter_node else step
+        signs_step = self._run.step << 24 if self._context.defers_inter_node else step
         return _bound(plan.gradient_codecs, step, signs_step)
 
     # ---- plans ----
 
     def _plan(self, gradients: Tensor, scale: float) -> _Plan:
-        full = self._front.is_full_precision(self._front.step)
+        full = self._run.is_full_precision(self._run.step)
         key = (gradients.dtype, full, scale, self._has_gradient)
         plan = self._plans.get(key)
         if plan is None:
             rows = self._sharded.part(self._has_gradient)
             plan = self._plans.add(key, self._new_plan(rows, gradients.dtype, full, scale))
-        numel = self._front.shards.size * plan.rows.row_numel
+        numel = self._run.world.shards.size * plan.rows.row_numel
         if gradients.numel() != numel:
             raise RuntimeError(
                 f"quantized_comm: FSDP2 reduces {gradients.numel()} elements of "
@@ -406,12 +401,11 @@ class QuantizedReduceScatter(ReduceScatter):
         return plan
 
     def _new_plan(self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float) -> _Plan:
-        front = self._front
         gradient_codecs = [self._gradient_codecs(param, dtype, full) for param in rows.params]
         specs = [codecs.spec for codecs in gradient_codecs]
         segments = self._segments(rows, gradient_codecs)
-        sums = front.gradient_sums(tuple(segments), tuple(specs), scale)
-        if front.replicas > 1:
+        sums = self._context.gradient_sums(tuple(segments), tuple(specs), scale)
+        if self._context.replicas > 1:
             returned_codecs = [self._returned_codecs(param, dtype, full) for param in rows.params]
             returned_specs = [codecs.spec for codecs in returned_codecs]
             return _Plan(
@@ -424,18 +418,18 @@ class QuantizedReduceScatter(ReduceScatter):
         return _Plan(rows=rows, gradient_codecs=gradient_codecs, sums=sums)
 
     def _gradient_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
-        hops = len(self._front.route)
+        hops = len(self._run.world.hops)
         if full:
             codecs = full_precision_gradient(dtype, hops)
         else:
-            codecs = param.gradient_codecs(dtype, rank=self._front.hierarchy.rank, hops=hops)
+            codecs = param.gradient_codecs(dtype, rank=self._run.world.hierarchy.rank, hops=hops)
         return _tight_if_small(param, codecs, dtype)
 
     def _returned_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
         if full:
             codecs = full_precision_gradient(dtype, 1)
         else:
-            codecs = param.returned_codecs(dtype, rank=self._front.hierarchy.rank)
+            codecs = param.returned_codecs(dtype, rank=self._run.world.hierarchy.rank)
         return _tight_if_small(param, codecs, dtype)
 
     def _returned(
@@ -446,14 +440,14 @@ class QuantizedReduceScatter(ReduceScatter):
         specs: Sequence[GradientSpec],
     ) -> ReturnedSums:
         """Plan the way back of this rank's row, in the order of the segments."""
-        front = self._front
-        inter = front.hierarchy.inter
+        run = self._run
+        inter = run.world.hierarchy.inter
         assert inter is not None  # several nodes of several ranks
-        row_start = front.shards.rank * rows.row_numel
+        row_start = run.world.shards.rank * rows.row_numel
         pieces = []
         for index, segment in enumerate(segments):
-            node, local = divmod(segment.reducer, front.topology.node_size)
-            if local == front.shards.rank:
+            node, local = divmod(segment.reducer, run.topology.node_size)
+            if local == run.world.shards.rank:
                 piece = Piece(
                     node=node,
                     gradient=segment.gradient,
@@ -471,9 +465,9 @@ class QuantizedReduceScatter(ReduceScatter):
         """Return every rank's shard of every gradient, small ones last; with replicas a shard in as
         many pieces as there are nodes.
         """
-        if self._front.replicas > 1:
+        if self._context.replicas > 1:
             return self._pieces(rows, gradient_codecs)
-        route = self._front.route
+        route = self._run.world.hops
         plain = len(route) == 1 and not route[0].full_precision_own
         plain = plain and not any(codecs.spec.block for codecs in gradient_codecs)
         last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
@@ -500,7 +494,7 @@ class QuantizedReduceScatter(ReduceScatter):
         self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
     ) -> list[Segment]:
         """Cut the shard of every local rank: node n sums the n-th piece."""
-        topology = self._front.topology
+        topology = self._run.topology
         segments = []
         for index in small_tensors_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
             for local, numel in enumerate(rows.lengths[index]):

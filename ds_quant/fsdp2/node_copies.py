@@ -15,36 +15,33 @@ comm/lossless_gather.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Event, Tensor
 
 from ds_quant.comm.lossless_gather import posts
 from ds_quant.config.errors import KEY
+from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.node_shard import NodeShard, between_nodes
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.written_weights import WrittenWeights
-
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
 
 
 class NodeCopies:
     """The node shards of a model: see [Note: when weights are compared]."""
 
-    def __init__(self, front: Front, node_shards: Sequence[NodeShard]) -> None:
-        self._front = front
+    def __init__(self, context: Context, node_shards: Sequence[NodeShard]) -> None:
+        self._run = context.run
         self.node_shards = node_shards
         # In their own dtype, without a cast. So a write that the sent dtype does not show counts.
         dtypes = [shard.dtype for each in node_shards for shard in each.sharded.shards()]
-        self._written = WrittenWeights(dtypes, front.device)
+        self._written = WrittenWeights(dtypes, self._run.device)
         self._compared: Event | None = None  # after the last fingerprints; None on the CPU
         self._is_marked = False
         self._has_logged = False
-        self.mark_all()
+        self.resync()
 
     @property
     def nbytes(self) -> int:
@@ -57,9 +54,13 @@ class NodeCopies:
         """
         return [node_shard.rows() for node_shard in self.node_shards if node_shard.is_filled]
 
+    def comparable_weights(self) -> Iterator[tuple[int, Iterable[Tensor]]]:
+        """See ``copies.WeightCache``. Ranks of equal place in their nodes hold equal rows."""
+        yield self._run.world.hierarchy.rank % self._run.topology.node_size, self.rows()
+
     # ---- weights that were written ----
 
-    def mark_all(self) -> None:
+    def resync(self) -> None:
         """Let the next forward fill all copies exactly, if any rank calls this."""
         self._is_marked = True
         for shard in range(sum(len(each.sharded.params) for each in self.node_shards)):
@@ -79,8 +80,8 @@ class NodeCopies:
         if self._compared is not None:
             # Gathers need not wait for the stream of the optimizer: ``set_post_optim_event``.
             self._compared.wait()
-        flat = self._front.hierarchy.flat
-        steps = self._front.step
+        flat = self._run.world.hierarchy.flat
+        steps = self._run.step
         written = set(self._written.written(self._shards(), flat, steps=steps))
         if not written:
             return
@@ -100,7 +101,7 @@ class NodeCopies:
             params += filled
         if not (self._is_marked or self._has_logged):
             self._has_logged = True
-            self._front.log(
+            self._run.log(
                 f"{KEY}: weights of {len(params)} parameter(s), such as {params[0].name}, were "
                 f"written outside of an optimizer step: all nodes have received them exactly, "
                 f"{nbytes / 1e6:.3g} MB between nodes. Each such write costs as much (logged once)"
@@ -114,7 +115,7 @@ class NodeCopies:
 
         A collective.
         """
-        front = self._front
+        run = self._run
         lossless: dict[torch.dtype, list[NodeShard]] = {}
         for node_shard in self.node_shards:
             node_shard.finish_exchange()  # a forward may have skipped the module
@@ -124,10 +125,10 @@ class NodeCopies:
                 lossless.setdefault(node_shard.sharded.dtype, []).append(node_shard)
             else:
                 node_shard.exchange()
-        inter = between_nodes(front)
+        inter = between_nodes(run)
         for same_dtype in lossless.values():
             rows = [node_shard.lossless_rows() for node_shard in same_dtype]
-            gathers = posts(rows, inter, inter, device=front.device, traffic=front.traffic)
+            gathers = posts(rows, inter, inter, device=run.device, traffic=run.traffic)
             for node_shard, post in zip(same_dtype, gathers, strict=True):
                 node_shard.exchange_lossless(post)
         self._written.take(self._shards())
@@ -140,8 +141,8 @@ class NodeCopies:
 
     def _record(self) -> None:
         """Record that the fingerprints so far are computed."""
-        if self._front.device.type != "cpu":
-            self._compared = Event(self._front.device)
+        if self._run.device.type != "cpu":
+            self._compared = Event(self._run.device)
             self._compared.record()
 
     def _shards(self) -> list[Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,11 @@ from ds_quant.comm.lossless_gather import Post
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.transport import Communicator, Pending
+from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.lossless_rows import LosslessRows, trained_columns
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weight_codecs import WeightCodecs
-
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
+from ds_quant.runtime.run import Run
 
 _BETWEEN, _INSIDE = 0, -1  # the hops of a parameter's weights
 
@@ -38,15 +37,16 @@ _BETWEEN, _INSIDE = 0, -1  # the hops of a parameter's weights
 class NodeShard:
     """The rows of one sharded module: see [Note: rows of a node]."""
 
-    def __init__(self, front: Front, sharded: ShardedModule) -> None:
-        self._front = front
+    def __init__(self, context: Context, sharded: ShardedModule) -> None:
+        self._run = context.run
         self.sharded = sharded
-        topology = front.topology
-        self._node, self._local = divmod(front.hierarchy.rank, topology.node_size)
+        topology = context.run.topology
+        rank = context.run.world.hierarchy.rank
+        self._node, self._local = divmod(rank, topology.node_size)
         self._shape = topology.nodes, sharded.row_numel
         self._rows: Tensor | None = None  # see [Note: filled rows]
-        self._between = WeightCodecs(front, sharded, hop=_BETWEEN)
-        self._inside = WeightCodecs(front, sharded, hop=_INSIDE)
+        self._between = WeightCodecs(context, sharded, hop=_BETWEEN)
+        self._inside = WeightCodecs(context, sharded, hop=_INSIDE)
         self._exchange: Pending[Any] | None = None
 
     # ---- rows ----
@@ -84,7 +84,7 @@ class NodeShard:
             # Later steps write them outside of the inference mode of a first evaluation.
             with torch.inference_mode(False):
                 self._rows = torch.zeros(
-                    self._shape, dtype=self.sharded.dtype, device=self._front.device
+                    self._shape, dtype=self.sharded.dtype, device=self._run.device
                 )
         exact = [full_precision(self.sharded.dtype) for _ in self.sharded.params]
         self._post(self._rows, exact, self._exchange_plan(exact, tuple(is_written)))
@@ -95,11 +95,11 @@ class NodeShard:
     @property
     def sends_lossless(self) -> bool:
         """True if the exchange of this step sends lossless differences."""
-        front = self._front
+        run = self._run
         return (
             any(param.trained for param in self.sharded.params)
-            and front.routes.sends_lossless(self.sharded.dtype)
-            and not front.is_full_precision(front.step)
+            and run.routes.sends_lossless(self.sharded.dtype)
+            and not run.is_full_precision(run.step)
         )
 
     def lossless_rows(self) -> LosslessRows:
@@ -120,14 +120,12 @@ class NodeShard:
         """Post this rank's weights between the nodes."""
         own = self._new_row()
         flat = rows.view(-1)
-        inter = between_nodes(self._front)
+        inter = between_nodes(self._run)
         self._exchange = message.gather(inter, [flat, own], bound_codecs, lambda: [flat])
 
     def _new_row(self) -> Tensor:
         """Return this rank's weights, padded, (row,), in the dtype of the rows."""
-        row = torch.empty(
-            self.sharded.row_numel, dtype=self.sharded.dtype, device=self._front.device
-        )
+        row = torch.empty(self.sharded.row_numel, dtype=self.sharded.dtype, device=self._run.device)
         torch._foreach_copy_(list(row.split(self.sharded.widths)), self.sharded.shards())
         return row
 
@@ -147,7 +145,7 @@ class NodeShard:
             is_sent,
             self._node,
             self._local,
-            self._front.topology.node_size,
+            self._run.topology.node_size,
         )
 
     # ---- gathers ----
@@ -155,7 +153,7 @@ class NodeShard:
     def gather(self, output: Tensor) -> Pending[Any]:
         """Gather all rows, (ranks * row,), from the ranks of this node."""
         rows = self.rows()
-        intra = self._front.hierarchy.intra
+        intra = self._run.world.hierarchy.intra
         if intra is None:  # one rank per node: all rows are here
             output.view(rows.shape).copy_(rows)
             return Pending(lambda: output)
@@ -168,13 +166,14 @@ class NodeShard:
             self.sharded.widths,
             self.sharded.lengths,
             self._local,
-            self._front.topology.node_size,
+            self._run.topology.node_size,
         )
 
 
-def between_nodes(front: Front) -> Communicator:
+def between_nodes(run: Run) -> Communicator:
     """Return the ranks of equal place in all nodes; with one rank per node, all ranks."""
-    return front.hierarchy.inter or front.hierarchy.flat
+    hierarchy = run.world.hierarchy
+    return hierarchy.inter or hierarchy.flat
 
 
 @lru_cache(maxsize=1024)

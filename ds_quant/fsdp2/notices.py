@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
+from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.policy.route import Routes
 
 
-def weights_in_full(front: Front) -> list[str]:
+def weights_in_full(routes: Routes, modules: Sequence[ShardedModule]) -> list[str]:
     """Return why weights are sent in full precision although the scheme compresses them."""
-    scheme, routes = front.scheme, front.routes
+    scheme = routes.scheme
     if scheme.weights is None and not scheme.lossless:
         return []
-    dtypes = {sharded.dtype for sharded in front.sharded_modules}
+    dtypes = {sharded.dtype for sharded in modules}
     full = [dtype for dtype in dtypes if routes.weights(dtype=dtype).is_full_precision]
-    if full and front.topology.nodes == 1:
+    if full and routes.nodes == 1:
         return [
             "weights are sent in full precision: this scheme compresses them between nodes only, "
             'and there is one node; use scheme "qsdp"'

@@ -14,8 +14,8 @@ make its state: such a step, without gradients before it, is none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -29,9 +29,6 @@ from torch.optim.optimizer import (
 from ds_quant.config.errors import KEY
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_optimizer
-
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
 
 # Attached models, in the order of ``attach``, which is the same on all ranks.
 _following: list[weakref.ref[OptimizerSteps]] = []
@@ -55,13 +52,26 @@ def optimizers_of(given: object) -> list[Optimizer]:
     )
 
 
+class Followed(Protocol):
+    """A model whose optimizers are followed."""
+
+    def parameter_ids(self) -> Iterable[int]:
+        """Yield the ids of the sharded parameters, as they are now."""
+
+    def before_step(self, *, has_moved: bool) -> None:
+        """Run before an optimizer steps. has_moved: another one has, since weights were sent."""
+
+    def after_step(self, *, is_new: bool) -> None:
+        """Run after optimizers have stepped. is_new: a step that is not counted yet."""
+
+    def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
+        """Drop the partial sums of parameters, given by their ids."""
+
+
 class OptimizerSteps:
-    """The optimizer steps of one model: see [Note: one optimizer step].
+    """The optimizer steps of one model: see [Note: one optimizer step]."""
 
-    front: gets ``before_step``, ``after_step`` and ``discard_gradients``.
-    """
-
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Followed) -> None:
         self._front = front
         self._ids: set[int] = set()  # of the model's parameters, when last looked up
         self._known: WeakSet[Optimizer] = WeakSet()

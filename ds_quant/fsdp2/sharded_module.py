@@ -146,6 +146,7 @@ class ShardedModule:
     gradient_dtype: in which FSDP2 reduces gradients.
     fsdp_gathers: reason because of which FSDP2 gathers the weights itself, see [Note: gathers of
         FSDP2]; "" if the codecs serve them.
+    was_trained: by parameter, True if it was trained at the last optimizer step.
     """
 
     module: FSDPModule
@@ -158,6 +159,7 @@ class ShardedModule:
     dtypes: tuple[torch.dtype, ...]
     gradient_dtype: torch.dtype
     fsdp_gathers: str
+    was_trained: list[bool]
 
     @property
     def title(self) -> str:
@@ -195,9 +197,21 @@ class ShardedModule:
             dtypes=tuple(compress(self.dtypes, kept)),
         )
 
-    def is_trained(self) -> list[bool]:
-        """Return for every parameter True if it is trained now."""
-        return [member.sharded_param.requires_grad for member in self.members]
+    def follow_training(self) -> list[Param]:
+        """Let ``Param.trained`` follow ``requires_grad``. Return the parameters that it changes.
+
+        One that was frozen since the last step counts as trained once more: this step may have
+        moved it.
+        """
+        changed: list[Param] = []
+        for index, (param, member) in enumerate(zip(self.params, self.members, strict=True)):
+            is_trained = member.sharded_param.requires_grad
+            trained = is_trained or self.was_trained[index]
+            self.was_trained[index] = is_trained
+            if trained != param.trained:
+                param.set_trained(trained)
+                changed.append(param)
+        return changed
 
     @property
     def is_last_backward(self) -> bool:
@@ -239,6 +253,7 @@ def sharded_modules(model: nn.Module, routes: Routes, mesh: Mesh) -> list[Sharde
                 dtypes=dtypes,
                 gradient_dtype=_gradient_dtype(group, members),
                 fsdp_gathers=_reason_of_own_gather(members, dtypes),
+                was_trained=[member.sharded_param.requires_grad for member in members],
             )
         )
     return found

@@ -6,22 +6,19 @@ Both are remembered: a gather costs no call per parameter but in the first one o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm.message import Message
+from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.runtime.param import Param
-
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
 
 
 class WeightCodecs:
     """The codecs of one hop; ``hop`` is the index of the hop in a parameter's route."""
 
-    def __init__(self, front: Front, sharded: ShardedModule, *, hop: int) -> None:
-        self._front = front
+    def __init__(self, context: Context, sharded: ShardedModule, *, hop: int) -> None:
+        self._context = context
         self._sharded = sharded
         self._hop = hop
         self._version = (-1, -1)
@@ -37,15 +34,16 @@ class WeightCodecs:
 
         plan: makes the message of the codecs, once.
         """
-        if self._message is None or self._version != self._front.weights_version:
-            self._version = self._front.weights_version
+        if self._message is None or self._version != self._context.weights_version:
+            self._version = self._context.weights_version
             self._message = self._bind(plan)
         return self._bound_codecs, self._message
 
     def _bind(self, plan: Callable[[Sequence[BoundCodec]], Message]) -> Message:
         """Bind the codecs to the current step, and return their message."""
         params = self._sharded.params
-        full = self._front.is_full_precision(self._front.step)
+        run = self._context.run
+        full = run.is_full_precision(run.step)
         if full:
             exact = full_precision(self._sharded.dtype)
             self._bound_codecs = [exact for _ in params]
@@ -61,8 +59,8 @@ class WeightCodecs:
 
         Frozen weights of a node shard do not cross between the nodes.
         """
-        front, dtype = self._front, self._sharded.dtype
-        hop_codecs = param.weight_codecs(dtype, rank=front.shards.rank)
-        if self._hop == 0 and front.routes.keeps_shard and not param.trained:
+        run, dtype = self._context.run, self._sharded.dtype
+        hop_codecs = param.weight_codecs(dtype, rank=run.world.shards.rank)
+        if self._hop == 0 and run.routes.keeps_shard and not param.trained:
             return full_precision(dtype)
-        return param.bound_codec(hop_codecs[self._hop], dtype, front.step)
+        return param.bound_codec(hop_codecs[self._hop], dtype, run.step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,11 @@ from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.transport import Pending
+from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.torch_names import AllGather
 from ds_quant.fsdp2.weight_codecs import WeightCodecs
-
-if TYPE_CHECKING:
-    from ds_quant.fsdp2.front import Front
 
 
 class _Gathering(dist.Work):
@@ -40,14 +38,23 @@ class QuantizedAllGather(AllGather):
 
     All ranks use decoded weights, of their own shards too. With a node shard the gather stays
     inside the node.
+
+    front: the model that this serves.
     """
 
-    def __init__(self, front: Front, sharded: ShardedModule, node_shard: NodeShard | None) -> None:
+    def __init__(
+        self,
+        front: object,
+        context: Context,
+        sharded: ShardedModule,
+        node_shard: NodeShard | None,
+    ) -> None:
         self.front = front
+        self._context = context
         self._sharded = sharded
         self._node_shard = node_shard
         self._own = sharded.group._all_gather_comm  # FSDP2's
-        self._weight_codecs = WeightCodecs(front, sharded, hop=0)
+        self._weight_codecs = WeightCodecs(context, sharded, hop=0)
 
     def connect(self) -> None:
         """Replace FSDP2's all-gather."""
@@ -71,11 +78,10 @@ class QuantizedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather rows, (row,), to ``output_tensor``, (ranks * row,), decoded."""
-        front = self.front
-        front.refuse_capture()
-        front.before_gather(self._sharded)
+        self._context.refuse_capture()
+        self._context.before_gather(self._sharded)
         if self._sharded.fsdp_gathers:
-            front.shards.flat.count_ring(output_tensor.nbytes, role="weights")
+            self._context.run.world.shards.flat.count_ring(output_tensor.nbytes, role="weights")
             return self._own(output_tensor, input_tensor, group, async_op)
         if input_tensor.numel() != self._sharded.row_numel:
             # reshard_after_forward=int gathers weights that are decoded already, inside a node.
@@ -90,12 +96,12 @@ class QuantizedAllGather(AllGather):
         return None
 
     def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Pending[Any]:
-        shards = self.front.shards
+        shards = self._context.run.world.shards
         bound_codecs, message = self._weight_codecs.of_step(self._plan)
         return message.gather(shards, [input_tensor], bound_codecs, lambda: [output_tensor])
 
     def _plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
-        shards = self.front.shards
+        shards = self._context.run.world.shards
         return _row_message(
             tuple([bound.codec for bound in bound_codecs]),
             self._sharded.widths,

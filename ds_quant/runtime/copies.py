@@ -5,17 +5,52 @@ All ranks exchange the checksums of all copies, so that all ranks decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_quant.comm.transport import Communicator
+from ds_quant.runtime.message_check import check_messages
+from ds_quant.runtime.run import Run
 
 _ROW = 4096  # elements of equal weight in the position-dependent sum
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 Copies = Iterable[tuple[int, Iterable[Tensor]]]
+
+
+class WeightCache(Protocol):
+    """Copies of the weights that several ranks keep between steps.
+
+    Differences are added to them. One lost or changed bit would therefore stay in the weights, and
+    no error would show it.
+    """
+
+    def comparable_weights(self) -> Copies:
+        """Yield (owner, weights). Copies of equal index and owner are equal on all ranks."""
+
+    def resync(self) -> None:
+        """Refill the copies from the exact weights. A collective."""
+
+
+def compare_copies(run: Run, cache: WeightCache, step: int) -> None:
+    """Compare the copies every ``checksum_steps`` optimizer steps; refill all if any differ.
+
+    step: the number of optimizer steps that the copies follow.
+    """
+    if step % run.scheme.block.checksum_steps != 0:
+        return
+    differing = differing_ranks(run, cache.comparable_weights(), step)
+    if differing:
+        run.state.resyncs += 1
+        run.log(
+            f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ from "
+            "those of the other holders; all are brought back exactly. If it happens again, look "
+            "for faulty memory or a faulty network"
+        )
+        cache.resync()
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
@@ -37,31 +72,23 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([plain, ordered])
 
 
-def differing_ranks(
-    copies: Copies,
-    communicator: Communicator,
-    device: torch.device,
-    *,
-    step: int,
-    check_messages: Callable[[], None],
-) -> list[int]:
+def differing_ranks(run: Run, copies: Copies, step: int) -> list[int]:
     """Return the ranks whose checksum differs from that of most holders of the same weights.
 
     copies: (owner, tensors) of every copy that this rank holds, as many on all ranks. Copies of
         equal place and owner are the same weights.
-    communicator: all ranks.
     step: for the error.
-    check_messages: raises an error that names sender and receiver, if messages carry checksums.
 
     Raises:
         RuntimeError: on all ranks, if they have received different checksums: some would refill
             their copies, others would not.
     """
+    communicator = run.world.hierarchy.flat
     sums = [torch.cat([torch.tensor([owner]), checksum(held).cpu()]) for owner, held in copies]
-    own = torch.stack(sums).to(device)  # (copies, 3) int64
+    own = torch.stack(sums).to(run.device)  # (copies, 3) int64
     received = communicator.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
     if not _arrived_alike(received, communicator):
-        check_messages()
+        check_messages(run)  # names sender and receiver, if messages carry checksums
         raise RuntimeError(
             f"quantized_comm: step {step}: ranks have received different checksums of the "
             "weights that they keep, so a message was changed on its way. Look for faulty memory "
@@ -100,15 +127,6 @@ def outvoted(versions: dict[tuple[int, ...], list[int]]) -> list[int]:
         if not has_majority or len(ranks) != sizes[0]:
             ranks_outvoted += ranks
     return ranks_outvoted
-
-
-def brought_back(step: int, ranks: Sequence[int], model: str) -> str:
-    """Return the log line of copies that are refilled. model: argument of ``resync``."""
-    return (
-        f"quantized_comm: step {step}: the weights that rank(s) {ranks} keep differ from "
-        "those of the other holders; all are brought back exactly. Something writes weights "
-        f"outside the optimizer: call ds_quant.resync({model}) after it"
-    )
 
 
 def replicas_differ(step: int, ranks: Sequence[int]) -> RuntimeError:

@@ -1,30 +1,69 @@
-"""Figures of ``ds_quant.report`` that both fronts compute alike."""
+"""The figures of ``ds_quant.report`` that all fronts have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from ds_quant.config.schema import parse_block
-from ds_quant.policy.scheme import Scheme
-
-Received = Mapping[str, Mapping[str, float]]  # bytes by role and link, as in ``Traffic``
+from ds_quant.runtime.run import Received, Run
 
 
-def in_full_precision(scheme: Scheme) -> Scheme:
-    """Return the scheme of the same collectives with nothing quantized."""
-    cross = {"cross": scheme.block.gradients.cross}
-    return parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
+def figures(
+    run: Run, *, micro_steps: int, kept_bytes: int, held_bytes: int, accumulates: bool
+) -> dict[str, Any]:
+    """Return the figures that ``ds_quant.report`` documents.
+
+    Args:
+        micro_steps: of the period of "expected" bytes.
+        kept_bytes: that the scheme keeps on this rank between steps.
+        held_bytes: most bytes so far of gradients that wait for the last micro-step.
+        accumulates: an optimizer step may have several micro-steps.
+    """
+    stage, traffic, volume = run.routes.stage, run.traffic, run.comm_volume()
+    held = volume.partial_sums * volume.numel if accumulates else 0
+    return {
+        "scheme": run.scheme.name,
+        "world": run.topology.world,
+        "node_size": run.topology.node_size,
+        "params": volume.numel,
+        "steps": run.counted_steps,
+        "received_bytes": {role: dict(links) for role, links in traffic.received.items()},
+        "saved_bytes": saved_bytes(
+            traffic.received,
+            run.received_by_formula(volume),
+            run.received_in_full_precision(),
+        ),
+        "collectives": dict(traffic.collectives),
+        "full_precision_share": volume.full_precision_share,
+        "expected_bytes_per_param": volume.step_bytes(stage, micro_steps=micro_steps),
+        "expected_intra_bytes_per_param": volume.intra_bytes(stage, micro_steps=micro_steps),
+        "expected_most_bytes_per_param": volume.step_bytes(
+            stage, micro_steps=micro_steps, most=True
+        ),
+        "lossless_bits": traffic.lossless.bits,
+        "lossless_padding": traffic.lossless.padding,
+        "kept_bytes": kept_bytes,
+        "expected_kept_bytes": volume.memory * volume.numel,
+        "held_bytes": held_bytes,
+        "expected_held_bytes": held,
+        "expected_peak_bytes": run.peak_bytes(volume),
+        "buffer_bytes": run.buffers.nbytes,
+        "resyncs": run.state.resyncs,
+        "nonfinite_steps": run.state.nonfinite_steps,
+        "exact_steps": run.state.exact_steps,
+        "killed": run.state.killed,
+    }
 
 
 def saved_bytes(
-    received: Received, own: Received, full_precision: Received
-) -> dict[str, dict[str, float]]:
+    received: Mapping[str, Mapping[str, float]], own: Received, full_precision: Received
+) -> Received:
     """Return the bytes that full precision would have received besides.
 
     received: so far, scaled by the formula's ratio of full precision to this scheme.
     own, full_precision: of a step, by formula.
     """
-    saved: dict[str, dict[str, float]] = {}
+    saved: Received = {}
     for role, links in received.items():
         saved[role] = {}
         for link, nbytes in links.items():

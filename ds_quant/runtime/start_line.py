@@ -1,35 +1,132 @@
-"""The parts of the start-up line that both fronts have."""
+"""The start-up line: scheme, bytes beside those without it, tensors in full precision, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ds_quant.config.errors import did_you_mean
 from ds_quant.config.presets import preset_groups
 from ds_quant.config.schema import parse_block
+from ds_quant.kernels import dispatch
 from ds_quant.policy import choosing
 from ds_quant.policy.cost import CommVolume
 from ds_quant.policy.scheme import Scheme, matches
-from ds_quant.runtime import log
+from ds_quant.runtime.run import Run
 
 GB = 1e9
 _LESS = 0.9  # share of the bytes below which another scheme is advised
 
 
-def warn_of_unmatched(exclude: Sequence[str], names: Sequence[str]) -> None:
-    """Log on rank 0 the patterns of ``exclude`` that match none of the parameters' names."""
-    for pattern in exclude:
+@dataclass(frozen=True, kw_only=True)
+class LineParts:
+    """What a front adds to the line.
+
+    layout: such as "ZeRO-3". stock: bytes per parameter without the block, such as "bf16 6.00".
+    micro_steps: of the period that bytes are counted of. period: its name.
+    kept_bytes: that the scheme keeps on this rank. kept_where: " in host memory", or "".
+    between: stands between the number of nodes and that of their ranks.
+    fetches, weights, gradients: clauses about these, or "". gradients: how they are kept until the
+        last micro-step.
+    reasons: clauses that say why something stays in full precision.
+    """
+
+    layout: str
+    stock: str
+    micro_steps: int
+    period: str
+    kept_bytes: float
+    kept_where: str = ""
+    between: str = "x"
+    fetches: str = ""
+    weights: str = ""
+    gradients: str = ""
+    reasons: Sequence[str] = ()
+
+
+def announce(run: Run, line: str) -> None:
+    """Log the start-up line and its warnings on the first rank of the run."""
+    _warn_of_unmatched(run)
+    run.info(f"quantized_comm: {line}")
+
+
+def start_line(run: Run, volume: CommVolume, front: LineParts) -> str:
+    """Describe a run in one line, its notices last."""
+    parts = [*_traffic(run, volume, front), *_memory(run, volume, front)]
+    scheme = run.scheme
+    if scheme.name == "hybrid" and run.topology.nodes > 1 and not run.routes.replicas:
+        parts.append('scheme "lossless" is also exact and sends less')
+    if scheme.block.warmup_steps:
+        parts.append(f"from step {scheme.block.warmup_steps} on")
+    if volume.varies:
+        most = volume.step_bytes(run.routes.stage, micro_steps=front.micro_steps, most=True)
+        parts.append(
+            f"traffic depends on the learning rate: volume {most:.2f} B/param/step at most"
+        )
+    parts += front.reasons
+    parts += _advised(volume, run.comm_volume, micro_steps=run.workload.micro_steps)
+    parts += run.notices
+    return "; ".join(parts)
+
+
+def _traffic(run: Run, volume: CommVolume, front: LineParts) -> list[str]:
+    """Describe scheme, bytes, ranks and kernels."""
+    stage, topology = run.routes.stage, run.topology
+    outer = volume.step_bytes(stage, micro_steps=front.micro_steps)
+    inner = volume.intra_bytes(stage, micro_steps=front.micro_steps)
+    between = " between nodes" if inner else ""
+    parts = [
+        f"{run.scheme.name} on {front.layout}, volume {outer:.2f} B/param/{front.period}{between} "
+        f"({front.stock}), {_unquantized(volume)}",
+        f"{topology.nodes} {front.between} {topology.node_size} ranks",
+        dispatch.describe(run.device, run.scheme.block.backend),
+    ]
+    if front.fetches:
+        parts.append(front.fetches)
+    if topology.world > 1:
+        received = volume.received_per_node(stage, micro_steps=front.micro_steps)
+        receiver = "node" if topology.nodes > 1 else "rank"
+        parts.append(f"{received:.2f} B/param/{front.period} received per {receiver}")
+    if inner:
+        parts.append(f"volume inside a node {inner:.2f} B/param")
+    return parts
+
+
+def _memory(run: Run, volume: CommVolume, front: LineParts) -> list[str]:
+    """Describe the memory that the scheme takes on a rank."""
+    parts: list[str] = []
+    if front.kept_bytes:
+        per_param = f"{front.kept_bytes / volume.numel:.2f} B/param"
+        gigabytes = f"{front.kept_bytes / GB:.3g} GB"
+        parts.append(f"keeps {per_param} ({gigabytes}) more{front.kept_where} on every rank")
+    if front.weights:
+        parts.append(front.weights)
+    if front.gradients:
+        gigabytes = f"{volume.partial_sums * volume.numel / GB:.3g} GB"
+        per_param = f"{volume.partial_sums:.2f} B/param"
+        parts.append(
+            f"{front.gradients}; buffering them takes {per_param} ({gigabytes}) on every rank"
+        )
+    if run.topology.world > 1:
+        parts.append(f"extra memory: up to {run.peak_bytes(volume) / GB:.2g} GB")
+    return parts
+
+
+def _warn_of_unmatched(run: Run) -> None:
+    """Log the patterns of ``exclude`` that match none of the parameters' names."""
+    names = [param.name for param in run.params]
+    for pattern in run.scheme.block.exclude:
         if not any(matches(name, pattern) for name in names):
             similar = did_you_mean(pattern, names, cutoff=0.4) or next(iter(names), "nothing")
-            log.log_rank0(
+            run.log(
                 f'quantized_comm: exclude pattern "{pattern}" matches no parameter; one is called '
                 f"{similar}"
             )
 
 
-def unquantized(comm_volume: CommVolume) -> str:
+def _unquantized(comm_volume: CommVolume) -> str:
     """Name the tensors that are sent in full precision, and their share of the bytes."""
     scheme = comm_volume.routes.scheme
     if scheme.weights is None and scheme.gradients is None and not scheme.lossless:
@@ -58,28 +155,7 @@ def weights_stay(comm_volume: CommVolume) -> bool:
     return compresses and routes.ranks > 1 and route.is_full_precision
 
 
-def kept(nbytes: float, numel: int, *, where: str = "") -> str:
-    """Describe the bytes that are kept between steps, of a model of ``numel``.
-
-    where: " in host memory", or "".
-    """
-    per_param = f"{nbytes / numel:.2f} B/param"
-    return f"keeps {per_param} ({nbytes / GB:.3g} GB) more{where} on every rank"
-
-
-def buffering(comm_volume: CommVolume) -> str:
-    """Describe the memory of gradients that wait for the last micro-step."""
-    gigabytes = comm_volume.partial_sums * comm_volume.numel / GB
-    per_param = f"{comm_volume.partial_sums:.2f} B/param"
-    return f"buffering them takes {per_param} ({gigabytes:.3g} GB) on every rank"
-
-
-def extra_memory(nbytes: float) -> str:
-    """Describe the peak of messages and sums in a step."""
-    return f"extra memory: up to {nbytes / GB:.2g} GB"
-
-
-def advised(
+def _advised(
     own: CommVolume, volume_of: Callable[[Scheme], CommVolume], *, micro_steps: int
 ) -> list[str]:
     """Name the scheme that is advised between these nodes, if it sends clearly less.

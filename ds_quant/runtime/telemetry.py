@@ -20,12 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_quant.comm.traffic import Sample, Traffic, normalised
+from ds_quant.comm.traffic import Sample, normalised
 from ds_quant.config.errors import show
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.policy.timing import device_clock
 from ds_quant.runtime import log
-from ds_quant.runtime.figures import Received
+from ds_quant.runtime.run import Run
+
+_COUNTS = "resyncs", "nonfinite_steps", "exact_steps"  # of ``SchemeState``
 
 
 def unwritable(settings: MetricsConfig, rank: int) -> str:
@@ -55,15 +57,16 @@ def json_line(heading: Mapping[str, int], values: Mapping[str, float]) -> str:
 class Telemetry(ABC):
     """Open and close the samples of one engine or model."""
 
-    def __init__(self, settings: MetricsConfig, traffic: Traffic, device: torch.device) -> None:
+    def __init__(self, settings: MetricsConfig, run: Run) -> None:
+        self._run = run
         self._interval = settings.interval
         self._file = None if settings.file is None else Path(settings.file)
-        self._traffic = traffic
-        self._clock = device_clock(device)
+        self._traffic = run.traffic
+        self._clock = device_clock(run.device)
         self._logged_failed_write = False
         # Of the last record:
         self._steps = 0  # optimizer steps since then
-        self._last = deepcopy(traffic.received)
+        self._last = deepcopy(run.traffic.received)
 
     # - What a front gives
 
@@ -72,13 +75,9 @@ class Telemetry(ABC):
     def heading(self) -> dict[str, int]:
         """The begin of a record: "step" is the number of finished optimizer steps."""
 
-    @abstractmethod
-    def received_in_full_precision(self) -> Received:
-        """Return bytes that this rank would receive per optimizer step, were nothing quantized."""
-
     def counts(self) -> dict[str, float]:
         """Return counters of the run, for the end of a record."""
-        return {}
+        return {name: getattr(self._run.state, name) for name in _COUNTS}
 
     def write(self, values: dict[str, float]) -> None:
         """Write a record to the file, if there is one.
@@ -125,7 +124,7 @@ class Telemetry(ABC):
 
     def _bytes(self) -> Iterator[tuple[str, float]]:
         """Yield bytes per step since the last record, and the saved share of full precision."""
-        baseline = self.received_in_full_precision()
+        baseline = self._run.received_in_full_precision()
         for role, links in self._traffic.received.items():
             for link, received in links.items():
                 per_step = (received - self._last[role][link]) / self._steps

@@ -24,15 +24,15 @@ from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.route import Routes
-from ds_quant.runtime import handshake
+from ds_quant.runtime import handshake, message_check
+from ds_quant.runtime.copies import WeightCache, compare_copies
+from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
 from ds_quant.zero import (
     accelerator,
     checkpoint,
-    drift,
     first_step,
     hooks,
-    message_check,
     muon,
     offload,
     optimizer_hooks,
@@ -53,7 +53,7 @@ from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import figures
 from ds_quant.zero.shard_gradients import ShardReduction
-from ds_quant.zero.startup_line import announce, start_line
+from ds_quant.zero.startup_line import line_of
 from ds_quant.zero.telemetry import Telemetry, is_read
 from ds_quant.zero.warmup import warm_up_engine
 from ds_quant.zero.world import broadcast, level_groups
@@ -145,21 +145,21 @@ def attach(engine: Engine, optimizer: Any) -> None:
     engine.ds_quant_plugin = plugin
     plugin.hooks = hooks.Hooks(engine, optimizer)
     if hooks.block_is_from_variable(engine):
-        plugin.notices.append(f"from {VARIABLE}")
+        plugin.run.notices.append(f"from {VARIABLE}")
     fetch = None
     if world == 1:
-        plugin.notices.append("single rank: nothing to communicate")
+        plugin.run.notices.append("single rank: nothing to communicate")
     elif plugin.stage == 3:
         fetch = _attach_shards(plugin, optimizer)
     else:
         _attach_replica(plugin, optimizer)
-    plugin.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
+    plugin.run.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
     _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.has_step(optimizer))
     device = accelerator.device()
     if device.type == "cuda" and world > 1:
-        plugin.notices += advice(engine)
+        plugin.run.notices += advice(engine)
         warm_up_engine(plugin, device)
-    announce(plugin)
+    announce(plugin.run, line_of(plugin))
 
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
@@ -221,13 +221,15 @@ def _connect(
     events = plugin.hooks
     rank, world = hooks.rank_and_world()
     fallback = _make_fallback(plugin, config.fallback)
-    has_checksums = plugin.scheme.block.payload_checksum and world > 1
+    has_checksums = plugin.run.scheme.block.payload_checksum and world > 1
     if has_checksums:
-        plugin.notices.append("every message carries a checksum")
+        plugin.run.notices.append("every message carries a checksum")
     # Lossless differences may be undecodable, without a checksum too.
-    checks_messages = has_checksums or (plugin.scheme.lossless and world > 1)
+    checks_messages = has_checksums or (plugin.run.scheme.lossless and world > 1)
     if checks_messages and not trains:  # without steps the ranks have no point at which to agree
-        plugin.message_errors.at_once = partial(message_check.raise_message_error, plugin, rank)
+        plugin.run.message_errors.at_once = partial(
+            message_check.raise_message_error, plugin.run, rank
+        )
     if trains:
         if checks_messages:
             _add_message_checks(plugin, after_save=has_checksums)
@@ -239,7 +241,7 @@ def _connect(
         if fallback is not None:  # may refresh weights that a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:
-            plugin.gather_count = GatherCount(plugin, partial(start_line, plugin))
+            plugin.gather_count = GatherCount(plugin, partial(line_of, plugin))
             events.after_count.append(plugin.gather_count.after_step)
         if is_read(plugin.engine, config.metrics) and world > 1:
             plugin.telemetry = Telemetry(plugin, config.metrics)
@@ -261,9 +263,9 @@ def _connect(
 def _add_message_checks(plugin: Plugin, *, after_save: bool) -> None:
     """Check messages before an update or an export uses them, and after a save if asked to."""
     events = plugin.hooks
-    check = partial(message_check.check_messages, plugin)
+    check = partial(message_check.check_messages, plugin.run)
     events.before_step.append(check)
-    events.around_export.insert(0, partial(message_check.checked_messages, plugin))
+    events.around_export.insert(0, partial(message_check.checked_messages, plugin.run))
     if after_save:  # those that the save itself has sent
         events.after_save.append(check)
 
@@ -272,13 +274,18 @@ def _add_weight_updates(plugin: Plugin, fetch: Fetch | None) -> None:
     """After an update: learn levels, refresh the node shard, then compare the copies."""
     events = plugin.hooks
     if fetch is not None:
-        if plugin.scheme.level_steps:
+        if plugin.run.scheme.level_steps:
             events.after_update.append(fetch.learn_levels)
         if plugin.node_shard is not None:
             events.after_update.append(plugin.node_shard.after_step)
         events.after_update.append(fetch.barrier.record)
-    if plugin.weight_cache is not None and plugin.scheme.block.checksum_steps:
-        events.after_update.append(partial(drift.compare_copies, plugin, plugin.weight_cache))
+    if plugin.weight_cache is not None and plugin.run.scheme.block.checksum_steps:
+        events.after_update.append(partial(_compare_copies, plugin, plugin.weight_cache))
+
+
+def _compare_copies(plugin: Plugin, cache: WeightCache) -> None:
+    """Compare the copies after an update, once they have the new weights."""
+    compare_copies(plugin.run, cache, plugin.step + 1)  # DeepSpeed counts the step only after it
 
 
 def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
@@ -288,7 +295,7 @@ def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
         return None
     fallback = Fallback(plugin, settings)
     if watches:
-        plugin.notices.append(f"{KILL_VARIABLE} watched")
+        plugin.run.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may exist already
     return fallback
 
@@ -305,7 +312,7 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
     plugin.set_served_params([(p, p.ds_process_group) for p in params])
     _note_empty(plugin)
     if fetch.is_guest:
-        plugin.notices.append(
+        plugin.run.notices.append(
             "another engine on this module fetches its weights, and counts them; nothing is kept "
             "twice"
         )
@@ -315,10 +322,10 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
     plugin.hooks.on_destroy.append(fetch.close)
     if trains:
         # Saving leaves rows of lossless differences exact, and ``checkpoint.restore`` refills them.
-        if plugin.node_shard is not None and not plugin.scheme.lossless:
+        if plugin.node_shard is not None and not plugin.run.scheme.lossless:
             plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
         if _reduces_gradients(plugin):
-            if plugin.routes.gradients().keeps_partial_sums:
+            if plugin.run.routes.gradients().keeps_partial_sums:
                 _accumulate(plugin, optimizer, shard_hooks.shard_buckets(optimizer))
             _reduce_to_shards(plugin, optimizer)
             plugin.hooks.after_backward.append(plugin.after_backward)
@@ -328,9 +335,9 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
 
 def _note_empty(plugin: Plugin) -> None:
     """Name parameters of 0 elements, on which DeepSpeed fails with an assertion or a KeyError."""
-    empty = [param.name for param in plugin.all_params() if param.shape.numel() == 0]
+    empty = [param.name for param in plugin.run.params if param.shape.numel() == 0]
     if empty:
-        plugin.notices.append(
+        plugin.run.notices.append(
             f"{len(empty)} parameter(s) have 0 elements, such as {empty[0]}: DeepSpeed itself can "
             "not fetch or save them under ZeRO-3; remove them, or use zero_optimization.stage 2"
         )
@@ -339,7 +346,7 @@ def _note_empty(plugin: Plugin) -> None:
 def _reduce_to_shards(plugin: Plugin, optimizer: ShardOptimizer) -> None:
     events, overlaps = plugin.hooks, plugin.engine.zero_overlap_comm()
     muon.set_reduce_scatter(events)
-    plugin.notices += one_bucket_advice(plugin.engine, muon.full_round(plugin, optimizer))
+    plugin.run.notices += one_bucket_advice(plugin.engine, muon.full_round(plugin, optimizer))
     reduction = ShardReduction(plugin)
     partition = None
     if plugin.partial_gradients is not None:
@@ -382,7 +389,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
         optimizer_hooks.weight_gather(
             optimizer,
             replica.gather_updated,
-            keep_replica=plugin.scheme.block.weights.difference_key is not None,
+            keep_replica=plugin.run.scheme.block.weights.difference_key is not None,
         )
     )
     events.around_export.append(replica.exact)
@@ -390,17 +397,18 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     checkpoint.watch_reads(plugin)
     muon.attach(plugin, optimizer)
     if _reduces_gradients(plugin):
-        if plugin.routes.gradients().keeps_partial_sums:
+        if plugin.run.routes.gradients().keeps_partial_sums:
             _accumulate(plugin, optimizer, optimizer_hooks.owner_buckets(optimizer))
         _reduce_to_owners(plugin, optimizer)
         events.after_backward.append(plugin.after_backward)
     accumulates_here = plugin.partial_gradients is not None
-    plugin.notices += optimizer_hooks.lost_gradients(engine, optimizer, waiting=accumulates_here)
+    lost = optimizer_hooks.lost_gradients(engine, optimizer, waiting=accumulates_here)
+    plugin.run.notices += lost
 
 
 def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     events = plugin.hooks
-    communicator = plugin.communicator(optimizer.dp_process_group)
+    communicator = plugin.run.communicator(optimizer.dp_process_group)
     muon.note_whole_matrices(plugin, optimizer)
     reduction = OwnerReduction(plugin, optimizer)
     optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
@@ -419,7 +427,7 @@ def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
 def _reduces_gradients(plugin: Plugin) -> bool:
     """Return True if the plugin reduces gradients; note it in the start-up line if not."""
     if plugin.stock_gradients_reason is not None:
-        plugin.notices.append(
+        plugin.run.notices.append(
             f"gradients stay exact: {plugin.stock_gradients_reason}; DeepSpeed sends them, and "
             "reports and metrics do not count them"
         )
@@ -430,10 +438,10 @@ def _reduces_gradients(plugin: Plugin) -> bool:
 
 def _note_single_ranks(plugin: Plugin) -> None:
     """Explain why gradients cross in every micro-step where every node has one rank."""
-    asked_for_once = plugin.scheme.block.gradients.cross == "step" and plugin.stage > 1
-    one_rank_per_node = plugin.topology.node_size == 1 < plugin.topology.nodes
+    asked_for_once = plugin.run.scheme.block.gradients.cross == "step" and plugin.stage > 1
+    one_rank_per_node = plugin.run.topology.node_size == 1 < plugin.run.topology.nodes
     if asked_for_once and one_rank_per_node and hooks.accumulates(plugin.engine):
-        plugin.notices.append(
+        plugin.run.notices.append(
             "gradients are sent between nodes in every micro-step, because with one rank per node "
             "buffering them would take a full copy; zero_optimization.stage 1 sends them once"
         )

@@ -48,15 +48,15 @@ _ENTRIES: dict[str, type | tuple[type, ...]] = {
 def dump(plugin: Plugin) -> dict[str, Any]:
     """Return the state as plain types and CPU tensors."""
     levels = {
-        param.name: param.levels.cpu() for param in plugin.all_params() if param.levels is not None
+        param.name: param.levels.cpu() for param in plugin.run.params if param.levels is not None
     }
     return {
         "version": VERSION,
-        "scheme": plugin.scheme.name,
-        "ranks": (plugin.topology.nodes, plugin.topology.node_size),
+        "scheme": plugin.run.scheme.name,
+        "ranks": (plugin.run.topology.nodes, plugin.run.topology.node_size),
         "levels": levels,
-        "learned_at": plugin.state.learned_at,
-        "exact_until": plugin.state.exact_until,
+        "learned_at": plugin.run.state.learned_at,
+        "exact_until": plugin.run.state.exact_until,
     }
 
 
@@ -77,18 +77,18 @@ def restore(plugin: Plugin, saved: Any) -> None:
         )
         saved = dump(plugin) | {"levels": {}, "learned_at": 0, "exact_until": 0}
     _require_usable(saved)
-    ranks = (plugin.topology.nodes, plugin.topology.node_size)
+    ranks = (plugin.run.topology.nodes, plugin.run.topology.node_size)
     scheme = RENAMED.get(saved["scheme"], saved["scheme"])
-    if (scheme, tuple(saved["ranks"])) != (plugin.scheme.name, ranks):
+    if (scheme, tuple(saved["ranks"])) != (plugin.run.scheme.name, ranks):
         nodes, node_size = saved["ranks"]
         cached = ""
         if plugin.weight_cache is not None:
             cached = "; weights kept between steps start exact"
         log.log_rank0(
             f"quantized_comm: resuming {scheme} of {nodes} x {node_size} ranks as "
-            f"{plugin.scheme.name} on {ranks[0]} x {ranks[1]}{cached}"
+            f"{plugin.run.scheme.name} on {ranks[0]} x {ranks[1]}{cached}"
         )
-    plugin.state.exact_until = saved.get("exact_until", 0)
+    plugin.run.state.exact_until = saved.get("exact_until", 0)
     _restore_levels(plugin, saved)
     if plugin.node_shard is not None:
         plugin.node_shard.resync()
@@ -132,18 +132,18 @@ def _is_table(table: Any) -> bool:
 
 
 def _restore_levels(plugin: Plugin, saved: dict[str, Any]) -> None:
-    codec, tables = plugin.scheme.weights, saved["levels"]
-    for param in plugin.all_params():
+    codec, tables = plugin.run.scheme.weights, saved["levels"]
+    for param in plugin.run.params:
         param.levels = None
     if not isinstance(codec, GroupCodec) or codec.levels != "learned":
         return
     fitting = 0
-    for param in plugin.all_params():
+    for param in plugin.run.params:
         table = tables.get(param.name)
         if table is not None and table.numel() == 1 << codec.bits:
             param.levels = table.to(plugin.engine.device)
             fitting += 1
-    plugin.state.learned_at = saved["learned_at"]
+    plugin.run.state.learned_at = saved["learned_at"]
     lost = len(tables) - fitting
     if lost:
         log.log_rank0(
@@ -179,7 +179,7 @@ _LIBRARIES = frozenset(
 
 def watch_reads(plugin: Plugin) -> None:
     """Wrap or log the readers of the engine's weights: see [Note: who reads weights]."""
-    if plugin.scheme.weights is None:  # nothing is decoded
+    if plugin.run.scheme.weights is None:  # nothing is decoded
         return
     on_destroy = plugin.hooks.on_destroy
     _plugins[plugin] = None

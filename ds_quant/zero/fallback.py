@@ -66,10 +66,10 @@ class Fallback:
         Raises:
             FloatingPointError: on all ranks, with the policy "raise".
         """
-        state, step = self._plugin.state, self._plugin.step
+        state, step = self._plugin.run.state, self._plugin.step
         if state.killed or step < state.exact_until:
             state.exact_steps += 1
-        self._was_full_precision = self._plugin.is_full_precision(step)
+        self._was_full_precision = self._plugin.run.is_full_precision(step)
         rank, world = hooks.rank_and_world()
         bad = first_nonfinite(self._plugin.finite_flags or [])
         self._look_for_kill_file()
@@ -95,9 +95,9 @@ class Fallback:
             self._apply_policy(None, None)
         if skipped and self._nonfinite and self._policy == "full_precision":
             # DeepSpeed repeats this step, as the first of ``steps``.
-            self._plugin.state.exact_until -= 1
+            self._plugin.run.state.exact_until -= 1
         if skipped and not self._was_full_precision:
-            if self._plugin.is_full_precision(self._plugin.step):
+            if self._plugin.run.is_full_precision(self._plugin.step):
                 self._plugin.resync()  # the skipped step has not refreshed the cached weights
         self._nonfinite = False
 
@@ -119,7 +119,7 @@ class Fallback:
 
     def _switch(self, killer: int | None) -> None:
         """Set ``state.killed``. killer: lowest rank that saw the kill file, None if none did."""
-        state = self._plugin.state
+        state = self._plugin.run.state
         if state.killed == (killer is not None):
             return
         state.killed = killer is not None
@@ -138,7 +138,7 @@ class Fallback:
         finder: rank that received NaN or Inf; None if DeepSpeed found it. param: on that rank, the
             parameter whose gradient it is.
         """
-        state, step = self._plugin.state, self._plugin.engine.global_steps
+        state, step = self._plugin.run.state, self._plugin.engine.global_steps
         state.nonfinite_steps += 1
         if self._policy == "raise":
             where = "a parameter that DeepSpeed reduces itself"

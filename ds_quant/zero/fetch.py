@@ -65,7 +65,7 @@ class Fetch:
         self._parameters = list(params)
         events = self._plugin.hooks
         sharded_params.before_fetch(events, self._before_fetch)
-        if self._plugin.routes.keeps_shard or not self._trains:
+        if self._plugin.run.routes.keeps_shard or not self._trains:
             sharded_params.around_forward(events, self._before_forward, self._after_forward)
         sharded_params.note_external()
         self._find_host()
@@ -140,7 +140,7 @@ class Fetch:
 
     def keep_in_node(self) -> None:
         """Serve gathers from a node shard from now on, if the scheme has one."""
-        if not self._plugin.routes.keeps_shard:
+        if not self._plugin.run.routes.keeps_shard:
             return
         node = NodeShard(self._plugin, self._parameters, self._updated or (), self.barrier)
         self._plugin.node_shard = node
@@ -185,14 +185,14 @@ class Fetch:
 
     def learn_levels(self) -> None:
         """Learn from the updated shards. DeepSpeed counts the step only after it."""
-        self._plugin.learn_levels(self._plugin.step + 1, self._own_values())
+        self._plugin.run.learn_levels(self._plugin.step + 1, self._own_values())
 
-    def _own_values(self) -> Iterator[tuple[ZeroParameter, Tensor, Communicator]]:
+    def _own_values(self) -> Iterator[tuple[Param | None, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard, and the ranks that share it."""
         for p in self._parameters:
-            communicator = self._plugin.communicator(p.ds_process_group)
+            communicator = self._plugin.run.communicator(p.ds_process_group)
             (shard,) = sharded_params.valid_shards([p], communicator.rank)
-            yield p, shard, communicator
+            yield self._plugin.param_of(p), shard, communicator
 
     # ---- gathers for forward and backward ----
 
@@ -234,16 +234,16 @@ class Fetch:
         return _FetchHandle(gathers, foreign_handle) if gathers else foreign_handle
 
     def _is_sent(self, parameter: ZeroParameter) -> bool:
-        communicator = self._plugin.communicator(parameter.ds_process_group)
+        communicator = self._plugin.run.communicator(parameter.ds_process_group)
         return sharded_params.is_sendable(parameter) and communicator.size > 1
 
     def _gather(self, params: list[Param]) -> _Gather:
         """Post the gather of parameters that share a process group."""
         tensors = [param.tensor for param in params]
-        hierarchy = self._plugin.hierarchy(tensors[0].ds_process_group)
+        hierarchy = self._plugin.run.level(tensors[0].ds_process_group).hierarchy
         sharded_params.begin_fetch(tensors)
         step = self._plugin.step
-        is_full_precision = self._plugin.is_full_precision(step)
+        is_full_precision = self._plugin.run.is_full_precision(step)
         bound_codecs = [
             self._bound_codec(param, hierarchy.rank, step, is_full_precision) for param in params
         ]

@@ -43,7 +43,7 @@ def check_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
             if role not in plugin.requested_roles:
                 raise hooks.moved(f"{hooks.CARRIERS[role]} in the first step")
         for role, least in least_bytes.items():
-            received = sum(plugin.traffic.received[role].values())
+            received = sum(plugin.run.traffic.received[role].values())
             if received < least:
                 log.log_rank0(
                     f"quantized_comm: the first step has brought {received} bytes of {role} to "
@@ -65,8 +65,8 @@ def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
     if plugin.has_few_ranks:  # the formula counts bytes that other ranks send
         return {}
     # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
-    received = plugin.comm_volume().received(1, micro_steps=1)
-    if plugin.scheme.lossless:  # depends on how much the weights have changed
+    received = plugin.run.comm_volume().received(1, micro_steps=1)
+    if plugin.run.scheme.lossless:  # depends on how much the weights have changed
         received.pop("weights")
     return {
         role: _LEAST_SHARE * sum(links.values())
@@ -77,7 +77,7 @@ def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
 
 def promised_roles(plugin: Plugin) -> list[str]:
     """Return the roles that DeepSpeed must request in a step."""
-    shared = [p for p, group in plugin.served_params if plugin.communicator(group).size > 1]
+    shared = [p for p, group in plugin.served_params if plugin.run.communicator(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")

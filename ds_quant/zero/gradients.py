@@ -178,7 +178,7 @@ class GradientReducer:
         """
         gradient_codecs, segments = _by_gradient(slices)
         specs = tuple([codecs.spec for codecs in gradient_codecs])
-        hops = self._plugin.reduction_hops(communicator.process_group)
+        hops = self._plugin.run.level(communicator.process_group).hops
         sizes = segments, specs, hops, communicator, scale
         sums = self._sums.get(sizes)
         if sums is None:
@@ -212,7 +212,7 @@ class GradientReducer:
         hops: their number.
         rank: of the sender.
         """
-        if self._plugin.is_full_precision(self._plugin.step):
+        if self._plugin.run.is_full_precision(self._plugin.step):
             gradient_codecs = full_precision_gradient(dtype, hops)
         else:
             gradient_codecs = param.gradient_codecs(dtype, rank=rank, hops=hops)

@@ -18,7 +18,7 @@ def require_memory(plugin: Plugin) -> None:
     Raises:
         RuntimeError: on all ranks, if it does not fit on one.
     """
-    comm_volume = plugin.comm_volume()
+    comm_volume = plugin.run.comm_volume()
     node_shard = comm_volume.memory * comm_volume.numel
     partial_sums = 0.0
     if hooks.accumulates(plugin.engine):
@@ -27,12 +27,12 @@ def require_memory(plugin: Plugin) -> None:
         return
     free, free_on_host = minimum([accelerator.free_memory(), offload.free_host_memory()])
     if offload.offloads_parameters(plugin.engine):
-        _require_on_host(node_shard * plugin.topology.node_size, free_on_host)
+        _require_on_host(node_shard * plugin.run.topology.node_size, free_on_host)
         node_shard = 0.0  # takes no memory of the device
     else:
         _require_node_shard(node_shard, free)
     _require_partial_sums(partial_sums, node_shard, free)
-    messages = plugin.peak_bytes(comm_volume)
+    messages = plugin.run.peak_bytes(comm_volume)
     if node_shard + partial_sums + messages > free:
         sizes = {
             "node shard": node_shard,
@@ -40,7 +40,7 @@ def require_memory(plugin: Plugin) -> None:
             "messages": messages,
         }
         needed = [f"{size / _GB:.3g} GB of {name}" for name, size in sizes.items() if size]
-        plugin.notices.append(
+        plugin.run.notices.append(
             f"may run out of memory: {' and '.join(needed)} are needed, {_free_on_device(free)}"
         )
 

@@ -120,7 +120,7 @@ def _sub_groups(plugin: Plugin, optimizer: Any) -> list[tuple[list[Any], MatrixG
     ):
         if uses_muon and params:
             numels = tuple([p.ds_numel for p in params])
-            ranks = plugin.communicator(params[0].ds_process_group).size
+            ranks = plugin.run.communicator(params[0].ds_process_group).size
             groups.append((params, MatrixGroup(numels, ranks)))
     return groups
 
@@ -141,7 +141,7 @@ def _gathered_bytes(plugin: Plugin, optimizer: Any, bucket_size: int) -> dict[Pa
     """
     if not runs_per_step(optimizer):
         return {}
-    matrices = [p for p in plugin.all_params() if getattr(p.tensor, "use_muon", False)]
+    matrices = [p for p in plugin.run.params if getattr(p.tensor, "use_muon", False)]
     if plugin.stage < 3:
         return dict.fromkeys(matrices, 2.0 * FP32_BYTES) if optimizer.cpu_offload else {}
     if optimizer.offload_optimizer:
@@ -163,7 +163,7 @@ def _count_gathers(plugin: Plugin) -> None:
     def counted(gather: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [output] if isinstance(output, torch.Tensor) else output
         nbytes = sum(t.numel() * t.element_size() for t in tensors)  # from all ranks together
-        plugin.communicator(kwargs.get("group")).count_ring(nbytes, role="gradients")
+        plugin.run.communicator(kwargs.get("group")).count_ring(nbytes, role="gradients")
         return gather(output, *args, **kwargs)
 
     contexts: list[Context] = []
@@ -180,7 +180,7 @@ def _count_gathers(plugin: Plugin) -> None:
 def _price(plugin: Plugin, gathered: dict[Param, float]) -> float:
     """Return bytes per parameter of the model, from bytes per element of Muon's matrices."""
     total = sum(nbytes * param.shape.numel() for param, nbytes in gathered.items())
-    return total / plugin.comm_volume().numel
+    return total / plugin.run.comm_volume().numel
 
 
 def attach(plugin: Plugin, optimizer: Any) -> None:
@@ -199,7 +199,7 @@ def attach(plugin: Plugin, optimizer: Any) -> None:
         best = _price(plugin, _gathered_bytes(plugin, optimizer, enough))
         if best < price:
             notice += f" ({best:.2f} with reduce_bucket_size={enough})"
-    plugin.notices.append(notice)
+    plugin.run.notices.append(notice)
 
 
 def note_whole_matrices(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
@@ -221,9 +221,9 @@ def note_whole_matrices(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
                 param.needs_full_gradient = True
                 split.append(param)
     if split:
-        trained = sum(param.shape.numel() for param in plugin.all_params() if param.trained)
+        trained = sum(param.shape.numel() for param in plugin.run.params if param.trained)
         share = sum(param.shape.numel() for param in split) / trained
-        plugin.notices.append(
+        plugin.run.notices.append(
             f"gradients of Muon matrices that lie on several ranks ({len(split)}, "
             f"{100 * share:.1f} % of the elements) stay exact: Muon needs them whole"
         )

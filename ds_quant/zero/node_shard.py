@@ -103,7 +103,7 @@ class NodeShard:
     ) -> None:
         self._plugin = plugin
         self._barrier = barrier
-        hierarchy = plugin.hierarchy(None)  # None: the world
+        hierarchy = plugin.run.world.hierarchy  # None: the world
         # With one rank per node every message crosses between nodes.
         self._inter = hierarchy.inter or hierarchy.flat
         self._intra = hierarchy.intra
@@ -150,12 +150,12 @@ class NodeShard:
 
         Persistent parameters stay gathered. The ranks of an expert are not the world.
         """
-        in_world = self._plugin.is_world(p.ds_process_group)
+        in_world = self._plugin.run.is_world(p.ds_process_group)
         return sharded_params.is_sendable(p) and not p.ds_persist and in_world
 
     def _allocate(self) -> None:
         """Allocate the rows, to be filled by the first gathers."""
-        topology = self._plugin.topology
+        topology = self._plugin.run.topology
         arena = self._new_arena(on_host=self._stays_on_host)
         for param in self.served:
             param.row_state = STALE
@@ -178,7 +178,7 @@ class NodeShard:
             block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             return offload.pin(block) if on_host and pin else block
 
-        return RowArena(self._plugin.topology.nodes * shard_bytes, zeros)
+        return RowArena(self._plugin.run.topology.nodes * shard_bytes, zeros)
 
     def leave_device(self, *, pin: bool) -> None:
         """Move all rows to the host: see ``offload.follow_states``.
@@ -237,7 +237,7 @@ class NodeShard:
             for param in self.served
             if param.row_state is not STALE
         )
-        yield self._rank % self._plugin.topology.node_size, rows
+        yield self._rank % self._plugin.run.topology.node_size, rows
 
     def close(self) -> None:
         """Free the rows when the engine is destroyed."""
@@ -325,7 +325,7 @@ class NodeShard:
             self._mark_written()
         request = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
-        quantized = not self._plugin.is_full_precision(self._plugin.step)
+        quantized = not self._plugin.run.is_full_precision(self._plugin.step)
         is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
         must_wait = bool(self._requested) or self._exchange.awaits(params)
         self._requested.append(request)
@@ -392,9 +392,9 @@ class NodeShard:
         the others when they are posted.
         """
         lossless_dtypes: set[torch.dtype] = set()
-        if self._plugin.scheme.lossless and not self._plugin.is_full_precision(step):
+        if self._plugin.run.scheme.lossless and not self._plugin.run.is_full_precision(step):
             dtypes = {param.node_rows.rows.dtype for param in params}
-            lossless_dtypes = set(filter(self._plugin.routes.sends_lossless, dtypes))
+            lossless_dtypes = set(filter(self._plugin.run.routes.sends_lossless, dtypes))
         quantized: list[Param] = []
         lossless_by_dtype: dict[torch.dtype, list[Param]] = {}
         for param in params:
@@ -442,7 +442,7 @@ class NodeShard:
             self._inter,
             self._inter,
             device=accelerator.device(),
-            traffic=self._plugin.traffic,
+            traffic=self._plugin.run.traffic,
         )
 
     def _post_exchange(
@@ -475,7 +475,7 @@ class NodeShard:
 
     def _bound_codecs(self, params: Sequence[Param], hop: int, step: int) -> list[BoundCodec]:
         """Bind the codecs of one hop to a step."""
-        if self._plugin.is_full_precision(step):
+        if self._plugin.run.is_full_precision(step):
             return [full_precision(param.node_rows.rows.dtype) for param in params]
         return [
             param.bound_codec(hop_codecs[hop], param.node_rows.rows.dtype, step)

@@ -85,7 +85,7 @@ class OwnerReduction(GradientReducer):
             raise hooks.moved(optimizer_hooks.BUCKET)
         self._plugin.requested_roles.add("gradients")
         group = arguments["process_group"] or self._optimizer.dp_process_group
-        communicator = self._plugin.communicator(group)
+        communicator = self._plugin.run.communicator(group)
         shared, single_owner = optimizer_hooks.by_owner_count(
             arguments, is_single_rank=communicator.size == 1
         )
@@ -135,7 +135,7 @@ class OwnerReduction(GradientReducer):
             tuple(owners),
             tuple(map(id, self._params)),
             dtype,
-            plugin.is_full_precision(plugin.step),
+            plugin.run.is_full_precision(plugin.step),
             communicator,
             self._divisor,
         )
@@ -147,7 +147,7 @@ class OwnerReduction(GradientReducer):
             )
         if communicator.is_gloo:
             require_equal(plugin, communicator, layout)
-        hops = plugin.reduction_hops(communicator.process_group)
+        hops = plugin.run.level(communicator.process_group).hops
         sums = self._begin(layout, [bucket], hops).wait()
         own_slices = [index for index, owner in enumerate(owners) if owner == communicator.rank]
         if sums is None:  # kept as partial sums
@@ -176,7 +176,7 @@ class OwnerReduction(GradientReducer):
 
         Small slices of an owner follow each other, at the place of the first one.
         """
-        hops = self._plugin.reduction_hops(communicator.process_group)
+        hops = self._plugin.run.level(communicator.process_group).hops
         slices = []
         for owner, (begin, end) in owned_ranges:
             for first, param, start, stop in self._param_ranges(begin, end):

@@ -61,9 +61,9 @@ class Replica:
         self._plugin = plugin
         self._optimizer = optimizer
         self.holds_exact = True
-        self._always_exact = plugin.scheme.weights is None
+        self._always_exact = plugin.run.scheme.weights is None
         # The replica is the reference of differences, which are taken from the master weights.
-        self._has_reference = plugin.scheme.block.weights.difference_key is not None
+        self._has_reference = plugin.run.scheme.block.weights.difference_key is not None
         self._plans: PlanCache[Hashable, _GatherPlan] = PlanCache()
         # Offsets of the parameters. Kept, because user code may give a parameter other storage.
         self._offsets: dict[int, int] = {}
@@ -80,10 +80,10 @@ class Replica:
         """Gather the updated weights. Called inside ``optimizer.step``."""
         self._plugin.requested_roles.add("weights")
         step = self._plugin.step + 1  # DeepSpeed counts the step only after it
-        if self._plugin.scheme.level_steps:
-            self._plugin.learn_levels(step, self._own_values())
+        if self._plugin.run.scheme.level_steps:
+            self._plugin.run.learn_levels(step, self._own_values())
         written: list[Param] = []
-        if self._has_reference and not self._plugin.is_full_precision(step):
+        if self._has_reference and not self._plugin.run.is_full_precision(step):
             written = [self._param_of(p) for p in self._writes.written()]
         self._gather(step, written=frozenset(written))
         if written:
@@ -123,11 +123,9 @@ class Replica:
 
     def _gather_decoded(self) -> None:
         """Repeat the gather of the last step, which gives the same bits."""
-        plugin = self._plugin
-        stays_exact = (
-            self._always_exact or plugin.scheme.difference or plugin.is_full_precision(plugin.step)
-        )
-        if plugin.step > 0 and not stays_exact:
+        run = self._plugin.run
+        stays_exact = self._always_exact or run.scheme.difference or run.is_full_precision(run.step)
+        if run.step > 0 and not stays_exact:
             self._refill(exact=False)
 
     def _refill(self, *, exact: bool) -> None:
@@ -168,12 +166,12 @@ class Replica:
     def comparable_weights(self) -> Iterator[tuple[int, list[ZeroParameter]]]:
         """See ``Plugin.weight_cache``. The ranks of a process group hold equal replicas."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            yield self._plugin.communicator(group.process_group).ranks[0], list(group.params)
+            yield self._plugin.run.communicator(group.process_group).ranks[0], list(group.params)
 
-    def _own_values(self) -> Iterator[tuple[ZeroParameter, Tensor, Communicator]]:
+    def _own_values(self) -> Iterator[tuple[Param | None, Tensor, Communicator]]:
         """Yield every parameter, this rank's elements of it, and the ranks that share it."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            communicator = self._plugin.communicator(group.process_group)
+            communicator = self._plugin.run.communicator(group.process_group)
             width = group.flat.numel() // communicator.size
             partition_start = communicator.rank * width
             partition_stop = partition_start + width
@@ -181,7 +179,7 @@ class Replica:
                 begin = self._offsets[id(p)]
                 start = max(begin, partition_start)
                 stop = max(start, min(begin + p.numel(), partition_stop))
-                yield p, group.flat[start:stop], communicator
+                yield self._plugin.param_of(p), group.flat[start:stop], communicator
 
     # ---- gathers ----
 
@@ -195,7 +193,7 @@ class Replica:
 
         written: parameters whose replica is no reference.
         """
-        self.holds_exact = exact or self._always_exact or self._plugin.is_full_precision(step)
+        self.holds_exact = exact or self._always_exact or self._plugin.run.is_full_precision(step)
         posted: deque[Pending[Any]] = deque()
         for post in self._posts(step, exact, written):
             posted.append(post())
@@ -207,12 +205,12 @@ class Replica:
 
     def _posts(self, step: int, exact: bool, written: frozenset[Param]) -> Iterator[Post]:
         """Yield per window a function that posts its gather."""
-        routes = self._plugin.routes
+        routes = self._plugin.run.routes
         lossless_windows: list[Window] = []
-        is_full_precision = exact or self._plugin.is_full_precision(step)
-        sends_differences = self._plugin.scheme.lossless and not is_full_precision
+        is_full_precision = exact or self._plugin.run.is_full_precision(step)
+        sends_differences = self._plugin.run.scheme.lossless and not is_full_precision
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            hierarchy = self._plugin.hierarchy(group.process_group)
+            hierarchy = self._plugin.run.level(group.process_group).hierarchy
             if hierarchy.size == 1:
                 continue
             most_numel = self._optimizer.allgather_bucket_size // hierarchy.size
@@ -226,7 +224,7 @@ class Replica:
             for within in _windows(group, hierarchy.size, most_numel):
                 yield partial(self._post, group, hierarchy, within, step, exact, written)
         if lossless_windows:
-            yield from replica_posts(lossless_windows, self._plugin.traffic)
+            yield from replica_posts(lossless_windows, self._plugin.run.traffic)
 
     def _post(
         self,
@@ -240,7 +238,7 @@ class Replica:
         """Post the gather of ``window`` of the partitions."""
         # Without a reference the new weights are in the replica already.
         from_master = self._has_reference and not exact
-        exact = exact or self._plugin.is_full_precision(step)
+        exact = exact or self._plugin.run.is_full_precision(step)
         weights, message = self._plan(group, hierarchy, window, exact, from_master, written)
         flat = group.flat.view(-1)
         bound_codecs = [

@@ -48,11 +48,11 @@ class ShardReduction(GradientReducer):
         """
         plugin = self._plugin
         plugin.requested_roles.add("gradients")
-        communicator = plugin.communicator(group)
+        communicator = plugin.run.communicator(group)
         if communicator.size == 1 or not tensors:
             return None
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        full_precision = plugin.is_full_precision(plugin.step)
+        full_precision = plugin.run.is_full_precision(plugin.step)
         key = tuple(map(id, params)), dtypes, communicator, full_precision
         layout = self._layouts.get(key)
         if layout is None:
@@ -73,7 +73,7 @@ class ShardReduction(GradientReducer):
                 sums_dtype=dtypes[0] if has_one_dtype else torch.float32,
             )
         flat_tensors = [tensor.reshape(-1) for tensor in tensors]
-        sums = self._begin(layout, flat_tensors, plugin.reduction_hops(group))
+        sums = self._begin(layout, flat_tensors, plugin.run.level(group).hops)
         shards = [tensor.new_empty(0) for tensor in tensors]
         return ShardBucket(shards, sums, plugin.finite_flags)
 
@@ -81,7 +81,7 @@ class ShardReduction(GradientReducer):
         self, params: Sequence[Param], dtypes: Sequence[torch.dtype], communicator: Communicator
     ) -> list[GradientSlice]:
         """Return the shards of all gradients: large ones first, then small ones by dtype."""
-        hops = self._plugin.reduction_hops(communicator.process_group)
+        hops = self._plugin.run.level(communicator.process_group).hops
         numels = [param.shape.numel() for param in params]
         gradient_codecs = [
             self._gradient_codecs(param, dtype, numel, len(hops), communicator.rank)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.runtime import telemetry
-from ds_quant.runtime.figures import Received
-from ds_quant.zero import accelerator, hooks
+from ds_quant.zero import hooks
 from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.plugin import Plugin
 
-_COUNTS = "resyncs", "nonfinite_steps", "exact_steps"  # of ``SchemeState``
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 
 
@@ -17,7 +15,7 @@ class Telemetry(telemetry.Telemetry):
     """The samples of one engine. Steps are those that DeepSpeed counts."""
 
     def __init__(self, plugin: Plugin, settings: MetricsConfig) -> None:
-        super().__init__(settings, plugin.traffic, accelerator.device())
+        super().__init__(settings, plugin.run)
         self._plugin = plugin
 
     @property
@@ -25,14 +23,6 @@ class Telemetry(telemetry.Telemetry):
         """DeepSpeed's optimizer steps and samples."""
         engine = self._plugin.engine
         return {"step": engine.global_steps, "samples": engine.global_samples}
-
-    def received_in_full_precision(self) -> Received:
-        """Return bytes that this rank would receive per optimizer step, were nothing quantized."""
-        return self._plugin.received_in_full_precision()
-
-    def counts(self) -> dict[str, float]:
-        """Return the counters of the engine."""
-        return {name: getattr(self._plugin.state, name) for name in _COUNTS}
 
     def write(self, values: dict[str, float]) -> None:
         """Write a record to DeepSpeed's monitors, and to the file."""

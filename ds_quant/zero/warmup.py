@@ -48,7 +48,7 @@ def warm_up_engine(plugin: Plugin, device: torch.device) -> None:
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
     """
     rank, _ = hooks.rank_and_world()
-    first = rank - rank % plugin.topology.node_size
+    first = rank - rank % plugin.run.topology.node_size
     store = store_of_call("rehearsals", rank)
     if rank != first:
         wait_for_keys(store, [str(first)], _PATIENCE)
@@ -71,12 +71,12 @@ def _connect(plugin: Plugin, device: torch.device) -> None:
     few others, an all-to-all to all others of the communicator, so it runs only where gradients do.
     """
     exchanging, without_gathers = _gradient_communicators(plugin)
-    for communicator in plugin.communicators():
+    for communicator in plugin.run.communicators():
         if communicator.size == 1:
             continue
         uncounted = Communicator(
             communicator.process_group,
-            topology=plugin.topology,
+            topology=plugin.run.topology,
             traffic=Traffic(),
         )
         payload = torch.zeros(communicator.size, dtype=torch.uint8, device=device)
@@ -96,13 +96,13 @@ def _gradient_communicators(plugin: Plugin) -> tuple[set[Communicator], set[Comm
     """Return the communicators that exchange gradients, and those that send nothing else."""
     exchanging: set[Communicator] = set()
     without_gathers: set[Communicator] = set()
-    has_delivery = plugin.routes.gradients().delivery is not None
+    has_delivery = plugin.run.routes.gradients().delivery is not None
     for group in dict.fromkeys(group for _, group in plugin.served_params):
-        hierarchy = plugin.hierarchy(group)
+        hierarchy = plugin.run.level(group).hierarchy
         if hierarchy.gradients is not None and hierarchy.gradients is not hierarchy.intra:
             without_gathers.add(hierarchy.gradients)
         if plugin.stock_gradients_reason is None:
-            exchanging.update(hop.communicator for hop in plugin.reduction_hops(group))
+            exchanging.update(hop.communicator for hop in plugin.run.level(group).hops)
             if has_delivery:
                 exchanging.add(hierarchy.flat)
     return exchanging, without_gathers
@@ -114,14 +114,14 @@ def _gradient_communicators(plugin: Plugin) -> tuple[set[Communicator], set[Comm
 def warm_up_kernels(plugin: Plugin, device: torch.device) -> None:
     """Launch every kernel of the engine once on ``device``: the plans of training, on zeros."""
     for dtype in _dtypes(plugin):
-        if plugin.routes.sends_lossless(dtype):
+        if plugin.run.routes.sends_lossless(dtype):
             _warm_up_lossless_differences(plugin, dtype, device)
     for codec, dtype, is_difference in _transfers(plugin):
         for numel, jobs in product(_sizes([codec]), _JOBS):
             _warm_up_transfer(plugin, codec, dtype, is_difference, numel, jobs, device)
     if plugin.stock_gradients_reason is None:
         for hops in dict.fromkeys(
-            plugin.reduction_hops(group) for _, group in plugin.served_params
+            plugin.run.level(group).hops for _, group in plugin.served_params
         ):
             if hops[0].communicator.size > 1:
                 _warm_up_reductions(plugin, hops, device)
@@ -148,7 +148,7 @@ def _run(
         [BoundCodec(codec, _ADDRESS) for codec in codecs],
         [rotation] * len(codecs),
     )
-    operations.run(buffers, rng_state, backend=plugin.scheme.block.backend)
+    operations.run(buffers, rng_state, backend=plugin.run.scheme.block.backend)
 
 
 def _warm_up_transfer(
@@ -172,7 +172,7 @@ def _warm_up_transfer(
 
 
 def _warm_up_lossless_differences(plugin: Plugin, dtype: torch.dtype, device: torch.device) -> None:
-    backend = plugin.scheme.block.backend
+    backend = plugin.run.scheme.block.backend
     for numel, change, rows in product(_LOSSLESS_NUMEL, (0, 1), _JOBS):
         reference = torch.zeros(numel, dtype=dtype, device=device)
         wire = torch.empty(max_bytes(numel), dtype=torch.uint8, device=device)
@@ -200,9 +200,9 @@ def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
 
     These are weights, and sums that balanced buckets deliver to their owners.
     """
-    routes = [plugin.routes.weights()]
+    routes = [plugin.run.routes.weights()]
     if plugin.has_few_ranks:
-        routes.append(plugin.routes.weights(full_world=False))
+        routes.append(plugin.run.routes.weights(full_world=False))
     codecs: dict[tuple[Codec, bool], None] = {}
     for route in routes:
         for hop in route.hops:
@@ -212,7 +212,7 @@ def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
         yield CastCodec(dtype), dtype, False
         for codec, is_difference in codecs:
             yield codec, dtype, is_difference
-    delivery = plugin.routes.gradients().delivery
+    delivery = plugin.run.routes.gradients().delivery
     if delivery is not None:
         cast = CastCodec(plugin.engine.communication_data_type)
         for codec in dict.fromkeys((cast, delivery.codec or cast)):
@@ -221,7 +221,7 @@ def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
 
 def _warm_up_reductions(plugin: Plugin, hops: Sequence[ReductionHop], device: torch.device) -> None:
     """Run the kernels of a reduction over these hops, without its messages."""
-    route = plugin.routes.gradients(full_world=len(hops) > 1)
+    route = plugin.run.routes.gradients(full_world=len(hops) > 1)
     dtype = plugin.engine.communication_data_type
     crosses_once = plugin.crosses_once(hops)
     cast = CastCodec(dtype)

@@ -129,7 +129,7 @@ class WrittenReplica:
         return zip(groups, self._slices, strict=True)
 
     def _communicator(self, group: ReplicaGroup) -> Communicator:
-        return self._plugin.communicator(group.process_group)
+        return self._plugin.run.communicator(group.process_group)
 
 
 def _cut(group: ReplicaGroup, communicator: Communicator, offsets: dict[int, int]) -> _Slices:

@@ -198,10 +198,10 @@ def fsdp2_cost(case: Case) -> dict[str, float]:
         for _ in range(WARM):
             step()
         runner.launches.clear()
-        before = sum(front.traffic.collectives.values())
+        before = sum(front.run.traffic.collectives.values())
         with counting.calls() as counts:
             step()
-        counts["messages"] = sum(front.traffic.collectives.values()) - before
+        counts["messages"] = sum(front.run.traffic.collectives.values()) - before
         counts["launches"] = runner.launches.total()
         with counting.operations() as operations:
             step()

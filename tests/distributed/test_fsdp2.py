@@ -386,7 +386,7 @@ def test_the_block_of_the_environment_is_attached_and_messages_are_checked() -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     front = fsdp2.attach(model, optimizer=optimizer)
     train(model, optimizer, steps=1)
-    flat = front.hierarchy.flat
+    flat = front.run.world.hierarchy.flat
     wait = flat._open
 
     def damaged(sizes: Any, role: str, sealed: torch.Tensor) -> torch.Tensor:

@@ -281,7 +281,7 @@ def test_sums_go_back_as_the_wire_page_says(scheme: str) -> None:
         optimizer.step()
     returned: list[torch.Tensor] = []
     payloads: list[torch.Tensor] = []
-    send, inter = ReturnedSums.send, front.hierarchy.inter
+    send, inter = ReturnedSums.send, front.run.world.hierarchy.inter
     all_gather = inter.all_gather
 
     def recorded(self: Any, sums: torch.Tensor, *others: Any) -> None:
@@ -499,7 +499,7 @@ def test_hsdp_receives_four_bytes_between_nodes_and_eden4_one() -> None:
     assert "weights stay in the node, exact; " in front.line
     assert f"{volume / 2:.2f} B/param/step received per node" in front.line
     inside = sum(hops["intra"] for hops in received.values())
-    expected = front.comm_volume().received(3, micro_steps=4)
+    expected = front.run.comm_volume().received(3, micro_steps=4)
     expected_inside = sum(hops["intra"] for hops in expected.values())
     assert inside / figures["steps"] == pytest.approx(expected_inside, rel=0.05)
 
@@ -539,8 +539,8 @@ def test_weights_that_nodes_keep_are_brought_back_from_a_drift() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     front = fsdp2.attach(model, block, optimizer=optimizer)
     refills = []
-    refill = front.resync
-    front.resync = lambda: (refills.append(front.step), refill())
+    refill = front.copies.resync
+    front.copies.resync = lambda: (refills.append(front.step), refill())
     train(model, optimizer, steps=3)
     if torch.distributed.get_rank() == 2:
         front.copies.rows()[1][0, 5] += 1

@@ -395,7 +395,7 @@ def test_a_name_of_a_preset_is_a_block() -> None:
     for block in ("eden4", " qsdp ", '{"scheme": "zeropp"}'):
         model = sharded()
         front = fsdp2.attach(model, block, optimizer=sgd(model))
-        assert front.scheme.name in block
+        assert front.run.scheme.name in block
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_a_model_is_attached_once_and_a_failed_start_leaves_nothing() -> None:
     other = sharded()
     made = sgd(other)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ds_quant.fsdp2.attaching.start_line", lambda front: 1 / 0)
+        patch.setattr("ds_quant.fsdp2.model.start_line", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fsdp2.attach(other, "qsdp", optimizer=made)
     assert front_of(other) is None
@@ -518,7 +518,7 @@ def test_a_captured_graph_is_refused() -> None:
     run.step(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patch.setattr(front, "device", torch.device("cuda"))
+        patch.setattr(front.run, "device", torch.device("cuda"))
         with pytest.raises(RuntimeError, match="a CUDA graph is captured here"):
             optimizer.step()
         with pytest.raises(RuntimeError, match="a CUDA graph is captured here"):
@@ -564,7 +564,7 @@ def test_one_reduction_runs_between_two_backwards() -> None:
         messages = 4 * bucket  # of one layer: fp32 sent and received, and two copies at most
         assert max(grown) <= gradients + report["held_bytes"] + messages, (scheme, grown)
         optimizer.zero_grad()
-        assert front.sums.nbytes == 0
+        assert front.context.partial_sums.nbytes == 0
 
 
 def alive() -> int:

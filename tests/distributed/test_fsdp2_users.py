@@ -59,8 +59,8 @@ def test_modules_that_are_wrapped_together_are_served_once() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     block = {"scheme": "sdp4bit", "node_size": 1, "min_numel": 512, "allow_full_replica": True}
     front = fsdp2.attach(model, block, optimizer=optimizer)
-    assert len(front.sharded_modules) == len(front.copies.node_shards) == 2
-    assert front.comm_volume().numel == NUMEL
+    assert len(front.served) == len(front.copies.node_shards) == 2
+    assert front.run.comm_volume().numel == NUMEL
     losses = train(model, optimizer, steps=4)
     assert losses[-1] < losses[0]
 
@@ -84,13 +84,13 @@ def test_metrics_are_written_every_interval_by_rank_0() -> None:
     metrics = {"interval": 2, "file": str(file)}
     model, optimizer, front = attached({"scheme": "eden4", "metrics": metrics})
     train(model, optimizer, steps=2)
-    before = {role: dict(hops) for role, hops in front.traffic.received.items()}
+    before = {role: dict(hops) for role, hops in front.run.traffic.received.items()}
     train(model, optimizer, steps=2)
     torch.distributed.barrier()
     lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
     if torch.distributed.get_rank() == 0:
-        for role, hops in front.traffic.received.items():
+        for role, hops in front.run.traffic.received.items():
             for hop, nbytes in hops.items():
                 assert lines[1][f"{role}/{hop}/bytes"] == (nbytes - before[role][hop]) / 2
     line = lines[1]
@@ -100,7 +100,7 @@ def test_metrics_are_written_every_interval_by_rank_0() -> None:
     assert 0 < line["weights/inter/error"] < 1e-3 and line["weights/intra/error"] == 0
     assert 0 < line["gradients/intra/error"] < 1e-3 < line["gradients/inter/error"] < 5e-2
     assert 0.5 < line["weights/inter/saved"] < 1 and 0.5 < line["gradients/inter/saved"] < 1
-    assert not front.traffic.meter.is_open
+    assert not front.run.traffic.meter.is_open
 
 
 @on_ranks(2)
@@ -109,6 +109,5 @@ def test_a_file_that_cannot_be_written_stops_the_start_on_all_ranks() -> None:
     with pytest.raises(StartError, match="metrics.file=.*No such file"):
         attached({"scheme": "qsdp", "metrics": metrics})
     model, optimizer, front = attached({"scheme": "qsdp", "metrics": metrics | {"interval": 0}})
-    assert front.telemetry is None
     train(model, optimizer, steps=1)
-    assert not front.traffic.meter.is_open
+    assert not front.run.traffic.meter.is_open

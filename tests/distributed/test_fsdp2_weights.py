@@ -88,7 +88,7 @@ def test_lossless_weights_are_those_of_exact_ones_bit_for_bit(
 def used(model: nn.Module) -> tuple[int, int]:
     """Lossless messages of one rank since the start, in elements, and collectives of weights."""
     front = front_of(model)
-    return front.traffic.lossless.numel, front.traffic.collectives["weights"]
+    return front.run.traffic.lossless.numel, front.run.traffic.collectives["weights"]
 
 
 @on_ranks(4)
@@ -145,7 +145,7 @@ def receive_damaged(message: int, byte: int) -> None:
     """
     model, optimizer = attached({"scheme": "lossless"})
     train(model, optimizer, steps=1)
-    inter = front_of(model).hierarchy.inter
+    inter = front_of(model).run.world.hierarchy.inter
     gather, messages = inter.all_gather, []
 
     def garbled(arrived: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def record(scheme: str) -> Recorded:
                     sharded.params, sharded.offsets, sharded.widths, sharded.lengths, strict=True
                 )
             ]
-            for sharded in front.sharded_modules
+            for sharded, _, _ in front.served
         },
         before={name: bits(values) for name, values in computed_with(model).items()},
         after={},

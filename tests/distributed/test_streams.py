@@ -420,7 +420,7 @@ def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> Non
         module.accelerator.device = lambda kind=kind: torch.device(kind)
         module.backend = lambda backend=backend: backend
         plugin = module.Plugin(alone, scheme, Topology(world=1, node_size=1))
-        assert plugin.slicing.pace == presumed_pace(torch.device(kind), backend)
+        assert plugin.run.slicing.pace == presumed_pace(torch.device(kind), backend)
 
 
 @on_ranks(4)
@@ -443,10 +443,10 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
 
     plugin = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_plugin
     warmup.warm_up_kernels, Communicator._posted = compiling, noted
-    before = dict(plugin.traffic.collectives)
+    before = dict(plugin.run.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
         warmup.warm_up_engine(plugin, torch.device("cpu"))
-    assert plugin.traffic.collectives == before
+    assert plugin.run.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
     assert sent
 

@@ -28,7 +28,7 @@ def test_one_message_gathers_a_weight_in_8_bits() -> None:
     world = World(nodes=1, node_size=2)
 
     def gather(rank: SimulatedRank) -> torch.Tensor:
-        link = rank.hierarchy(process_group=None).flat
+        link = rank.run.world.hierarchy.flat
         pending = all_gather([shards[rank.number]], [NUMEL], [BoundCodec(codec)], link)
         return pending.wait()[0]
 

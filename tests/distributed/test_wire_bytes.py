@@ -92,7 +92,7 @@ def _rank(topology: Topology, cases: list[Case], bucket_numel: int) -> dict[Case
         plugin = engine.ds_quant_plugin
         results[stage, scheme, accumulation] = {
             "received": received, "calls": calls, "report": after,
-            "formula": plugin.received_by_formula(plugin.comm_volume()),
+            "formula": plugin.run.received_by_formula(plugin.run.comm_volume()),
         }  # fmt: skip
         engine.destroy()
     return results

@@ -80,7 +80,7 @@ def gather_all(
     """The message and one of the same tensors backwards; odd ranks wait for the latter first if
     they ``turn``.
     """
-    hierarchy = rank.hierarchy(None)
+    hierarchy = rank.run.world.hierarchy
     posted = []
     for order in (1, -1):
         sent = list(enumerate(SENT))[::order]
@@ -129,7 +129,7 @@ def test_shards_are_gathered_as_the_page_says(
 
 def check_messages(world: World, rows: Sequence[dict[oracle.Piece, bytes]]) -> None:
     """Of the first of two gathers; each counted where it comes from."""
-    topology = world.ranks[0].topology
+    topology = world.ranks[0].run.topology
     nodes, places = topology.levels()
     levels = [*map(tuple, places), *map(tuple, nodes)]
     if len(nodes) == 1 or len(places) == 1:
@@ -152,20 +152,20 @@ def check_messages(world: World, rows: Sequence[dict[oracle.Piece, bytes]]) -> N
                 else:
                     assert oracle.holds(message, rows[sender], 0)
     for rank, counted in zip(world.ranks, received, strict=True):
-        assert rank.traffic.received["weights"] == counted
-        assert rank.traffic.collectives["weights"] == 2 * (1 + (len(levels) > 1))
+        assert rank.run.traffic.received["weights"] == counted
+        assert rank.run.traffic.collectives["weights"] == 2 * (1 + (len(levels) > 1))
 
 
 def test_nothing_to_send_starts_no_collective() -> None:
     def nothing(rank: SimulatedRank) -> list[torch.Tensor]:
         empty = torch.empty(0, dtype=torch.bfloat16)
         return all_gather(
-            [empty], [0], [bound_codec(0, SENT[0][0], 0)], rank.hierarchy(None)
+            [empty], [0], [bound_codec(0, SENT[0][0], 0)], rank.run.world.hierarchy
         ).wait()
 
     world = World(1, 2)
     assert all(found[0].numel() == 0 for found in world.all(nothing))
-    assert [rank.traffic.collectives["weights"] for rank in world.ranks] == [0, 0]
+    assert [rank.run.traffic.collectives["weights"] for rank in world.ranks] == [0, 0]
 
 
 @pytest.mark.parametrize(("node_size", "reach"), [(4, "intra"), (2, "inter"), (1, "inter")])
@@ -195,7 +195,7 @@ def keep(rank: SimulatedRank, numels: Sequence[int]) -> list[list[torch.Tensor]]
     """What a rank gathers in its node after every exchange: exact, and in 8 bits. What it is handed
     is its own: it may write there.
     """
-    topology, hierarchy = rank.topology, rank.hierarchy(None)
+    topology, hierarchy = rank.run.topology, rank.run.world.hierarchy
     where = {"nodes": topology.nodes, "node_size": topology.node_size,
              "local": rank.number % topology.node_size, "dtype": BF16,
              "arena": RowArena(1 << 14, partial(torch.zeros, dtype=torch.uint8))}  # fmt: skip
@@ -269,7 +269,7 @@ def test_parts_of_owners_are_gathered_as_the_page_says(
     parts = LAYOUTS[layout](topology[0] * topology[1])
 
     def from_owners(rank: SimulatedRank) -> list[torch.Tensor]:
-        hierarchy = rank.hierarchy(None)
+        hierarchy = rank.run.world.hierarchy
         planned = [
             GatherSlice(owner, codec, n, i, (i, 0), (i, 0)) for i, (owner, n) in enumerate(parts)
         ]
@@ -290,5 +290,5 @@ def test_parts_of_owners_are_gathered_as_the_page_says(
             row = row_of(weights(i, numel, torch.float32), i, codec, owner)
             assert equal(values[i], read(row, codec, numel, torch.float32))
     hops = 2 if topology[0] > 1 < topology[1] else 1
-    messages = {rank.traffic.collectives["weights"] for rank in world.ranks}
+    messages = {rank.run.traffic.collectives["weights"] for rank in world.ranks}
     assert messages == {0 if layout == "nothing" else hops}

@@ -22,13 +22,16 @@ WRONG = (-16, 0, 8, 40, 1 << 20, 1 << 62)
 
 
 def outbox(rank: SimulatedRank, parcels: Sequence[LosslessMessage]) -> LosslessGather:
-    hierarchy, how = rank.hierarchy(None), {"device": torch.device("cpu"), "traffic": rank.traffic}
+    hierarchy, how = (
+        rank.run.world.hierarchy,
+        {"device": torch.device("cpu"), "traffic": rank.run.traffic},
+    )
     return LosslessGather(parcels, hierarchy.flat, hierarchy, **how)
 
 
 def gathered(rank: SimulatedRank) -> list[list[float]]:
     """What ranks hold after messages of three sizes, one of them none."""
-    ranks, mine = rank.topology.world, rank.number
+    ranks, mine = rank.run.topology.world, rank.number
     reference = [torch.zeros(ranks, numel, dtype=BF16) for numel in (5, 0, 3000)]
     sent = outbox(
         rank,
@@ -39,7 +42,7 @@ def gathered(rank: SimulatedRank) -> list[list[float]]:
     )
     for place, rows in enumerate(reference):
         assert sent.post(place, lambda rows=rows: rows).wait() is rows
-    assert rank.traffic.lossless.numel == ranks * 3005
+    assert rank.run.traffic.lossless.numel == ranks * 3005
     return [rows.float().unique(dim=1).tolist() for rows in reference if rows.numel()]
 
 
@@ -56,10 +59,10 @@ def test_every_rank_gets_the_values_of_every_other(topology: tuple[int, int], mo
 @pytest.mark.parametrize("columns", [(range(9),), (range(2, 9),), (range(3), range(5, 8))], ids=str)
 def test_rows_of_fsdp2_are_updated_in_columns_of_trained_parameters_alone(columns: Any) -> None:
     def exchanged(rank: SimulatedRank) -> torch.Tensor:
-        rows, link = torch.zeros(3, 9, dtype=BF16), rank.hierarchy(None).flat
+        rows, link = torch.zeros(3, 9, dtype=BF16), rank.run.world.hierarchy.flat
         new_row = torch.full((9,), 1.0 + rank.number, dtype=BF16)
         sources = [LosslessRows(columns, rows, rank.number, lambda: new_row)]
-        for post in posts(sources, link, link, device=rows.device, traffic=rank.traffic):
+        for post in posts(sources, link, link, device=rows.device, traffic=rank.run.traffic):
             post().wait()
         return rows
 
@@ -77,7 +80,7 @@ def test_a_sample_reads_back_what_every_message_holds(lost: float) -> None:
 
     def read_back(rank: SimulatedRank) -> Tally:
         values = iter([wanted, wanted + lost])
-        meter = rank.traffic.meter
+        meter = rank.run.traffic.meter
         meter.open(lambda: 0.0)
         outbox(rank, [LosslessMessage(3000, lambda: (next(values), wanted * 1.01))])
         return meter.close().tallies["weights", "inter"]
@@ -100,7 +103,7 @@ def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damag
         )
         rows[damaged, 100] += 1
         posted.wait()
-        return rank.hierarchy(None).flat.message_errors.first()
+        return rank.run.world.hierarchy.flat.message_errors.first()
 
     for number, found in enumerate(World(*topology).all(changed)):
         assert (found.role, found.sender) == ("weights", damaged)
@@ -110,7 +113,7 @@ def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damag
 
 def announced(rank: SimulatedRank) -> list[str]:
     """What an outbox says to every wrong length."""
-    reference, said, link = torch.zeros(100, dtype=BF16), [], rank.hierarchy(None).flat
+    reference, said, link = torch.zeros(100, dtype=BF16), [], rank.run.world.hierarchy.flat
     gather = link.all_gather
 
     def announce(wrong: int, lengths: torch.Tensor, **how: Any) -> Any:
@@ -133,7 +136,7 @@ def test_a_length_that_cannot_be_ends_all_ranks_before_anything_is_received(topo
         for message, wrong in zip(said, WRONG, strict=True):
             assert f"rank 1 announces {wrong} bytes of weights" in message
             assert "multiples of 16 up to" in message
-    counted = {sum(rank.traffic.collectives.values()) for rank in world.ranks}
+    counted = {sum(rank.run.traffic.collectives.values()) for rank in world.ranks}
     assert counted == {len(WRONG)}, "lengths alone"
 
 
@@ -142,7 +145,7 @@ def test_lengths_that_one_rank_received_otherwise_end_all_ranks() -> None:
     reference = torch.zeros(2000, dtype=BF16)
 
     def received(rank: SimulatedRank) -> str:
-        link = rank.hierarchy(None).flat
+        link = rank.run.world.hierarchy.flat
         if rank.number == 2:
             gather = link.all_gather
             link.all_gather = lambda *a, **how: gather(*a, **how).then(garbled)

@@ -32,7 +32,7 @@ def sent(
 
     def gather(rank: SimulatedRank) -> list[torch.Tensor]:
         into = [torch.zeros(2 * len(tensor), dtype=tensor.dtype) for tensor in values]
-        link, bound_codecs = rank.hierarchy(None).flat, [BoundCodec(codec) for codec in codecs]
+        link, bound_codecs = rank.run.world.hierarchy.flat, [BoundCodec(codec) for codec in codecs]
         send = link.all_gather
         link.all_gather = lambda payload, **how: payloads.append(payload) or send(payload, **how)
         message = Message(parts, rank=rank.number, ranks=2)
@@ -97,12 +97,12 @@ def test_a_sample_measures_the_weights_whether_differences_are_sent(
 
     def measured(rank: SimulatedRank) -> list[float]:
         held = wanted.repeat(2) + 0.01 * torch.sin(torch.arange(128.0))
-        meter = rank.traffic.meter
+        meter = rank.run.traffic.meter
         meter.open(lambda: 0.0)
         bound_codec = BoundCodec(codec, difference=coded)
         message = Message(parts, rank=rank.number, ranks=2)
         message.gather(
-            rank.communicator(None), [held, wanted], [bound_codec], lambda: [held]
+            rank.run.communicator(None), [held, wanted], [bound_codec], lambda: [held]
         ).wait()
         return meter.close().tallies["weights", "intra"].squares.tolist()
 

@@ -61,7 +61,7 @@ class Accumulation:
         self.flush, self.rest = lambda: None, list[list[int]]()
 
     def reduce(self, params: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        world, mine = self.rank.topology.world, self.rank.number
+        world, mine = self.rank.run.topology.world, self.rank.number
         places = [next(i for i, own in enumerate(self.params) if own is p) for p in params]
         if self.rank.stage == 3:
             found = self.rank.reduction.begin(params, list(tensors), None).finish()

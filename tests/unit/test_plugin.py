@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ds_quant.runtime.figures import saved_bytes
-from ds_quant.zero.plugin import Plugin, SchemeState
+from ds_quant.runtime.run import SchemeState
+from ds_quant.zero.plugin import Plugin
 from tests.world import World
 
 
@@ -32,8 +33,8 @@ def test_full_precision_lasts_for_the_warm_up_the_fallback_and_the_kill_file(
     warmup: int, until: int, killed: bool, exact: int
 ) -> None:
     made = plugin(warmup_steps=warmup)
-    made.state.exact_until, made.state.killed = until, killed
-    assert [made.is_full_precision(step) for step in range(6)] == [
+    made.run.state.exact_until, made.run.state.killed = until, killed
+    assert [made.run.is_full_precision(step) for step in range(6)] == [
         step < exact for step in range(6)
     ]
 
@@ -50,9 +51,9 @@ def test_the_world_has_two_levels_and_a_part_of_it_one(
     ranks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world()
-    first, part = made.ranks[0], made.communicator(ranks, 0)
-    monkeypatch.setattr(first, "communicator", lambda group: part)
-    hierarchy = first.hierarchy(object())
+    first, part = made.ranks[0], made.run.communicator(ranks, 0)
+    monkeypatch.setattr(first.run, "communicator", lambda group: part)
+    hierarchy = first.run.level(object()).hierarchy
     assert (hierarchy.intra is None) == (hierarchy.inter is None) == (len(ranks) < 4)
 
 
@@ -63,10 +64,10 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     """64 x 64 in fp32 over 2 x 2 ranks: half of a node's gradients comes from the other one."""
     made = plugin(gradients={"cross": cross})
     made.engine.communication_data_type = torch.float32
-    found = made.received_in_full_precision()["gradients"]
-    own = made.received_by_formula(made.comm_volume())
+    found = made.run.received_in_full_precision()["gradients"]
+    own = made.run.received_by_formula(made.run.comm_volume())
     steps = {role: {at: 3 * n for at, n in links.items()} for role, links in own.items()}
-    saved = saved_bytes(steps, own, made.received_in_full_precision())["gradients"]
+    saved = saved_bytes(steps, own, made.run.received_in_full_precision())["gradients"]
     for at in ("inter", "intra"):
         assert saved[at] == pytest.approx(3 * (found[at] - own["gradients"][at]))
     crossings = 1 if cross == "step" else 2

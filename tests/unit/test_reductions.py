@@ -110,7 +110,7 @@ def reduce_rank(rank: SimulatedRank, case: Case, meet: threading.Barrier) -> lis
     """What a rank has in the end: of every parameter its shard, or its part of the bucket. All
     ranks share the engine that counts micro-steps, so they meet between them.
     """
-    world, params = rank.topology.world, list(rank.engine.module.parameters())
+    world, params = rank.run.topology.world, list(rank.engine.module.parameters())
     owners = OwnerReduction(rank, SimpleNamespace(dp_process_group=None))
     for micro in range(rank.engine.micro_steps):
         tensors = gradients(case, rank.number, micro)
@@ -158,7 +158,7 @@ class Page:
         self.two = self.nodes > 1 and self.node_size > 1
         self.scheme = world.ranks[0].scheme
         whole = tuple(range(self.ranks))
-        topology = world.ranks[0].topology
+        topology = world.ranks[0].run.topology
         levels = topology.levels() if self.two else [[whole]]
         self.links = [[tuple(link) for link in level] for level in levels]
         self.full_precision_own = self.two or self.scheme.gradients_intra is not None
@@ -400,4 +400,4 @@ def check(case: Case) -> None:
             parts = [sums[p] for p in of if p.tensor == i]
             wanted = torch.from_numpy(np.concatenate(parts)).to(dtype_of(case, run.parameter))
             torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
-        assert world.ranks[rank].traffic.received["gradients"] == page.received[rank]
+        assert world.ranks[rank].run.traffic.received["gradients"] == page.received[rank]

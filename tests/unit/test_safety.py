@@ -11,9 +11,9 @@ import torch
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.runtime import log
 from ds_quant.runtime.copies import checksum, outvoted
+from ds_quant.runtime.run import SchemeState
 from ds_quant.zero.fallback import Fallback, first_nonfinite
 from ds_quant.zero.first_step import check_first_step
-from ds_quant.zero.plugin import SchemeState
 
 
 def test_checksums_see_every_bit_and_its_place() -> None:
@@ -48,7 +48,7 @@ def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -
     plugin: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, finite_flags=None)
     settings = FallbackConfig(on_nonfinite="full_precision", steps=3)
     Fallback(plugin, settings)._apply_policy(0, None)
-    assert plugin.state.exact_until == 11 and plugin.state.nonfinite_steps == 1
+    assert plugin.run.state.exact_until == 11 and plugin.run.state.nonfinite_steps == 1
 
 
 @pytest.mark.parametrize(("lossless", "warned"), [(True, []), (False, ["weights"])])

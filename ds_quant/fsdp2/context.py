@@ -1,0 +1,76 @@
+"""What the collectives of all sharded modules of a model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduction_plan import GradientSpec, Segment
+from ds_quant.config.errors import KEY
+from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.runtime.partial_sums import PartialSumsMemory
+from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.run import Run
+
+
+@dataclass(eq=False, kw_only=True)
+class Context:
+    """The run of a model, and the state that its collectives share.
+
+    replicas: copies of the model.
+    before_gather: runs before a module is gathered.
+    after_reduction: runs after a reduction of gradients has begun.
+    weights_version: grows with every exchange of weights.
+    partial_sums: their memory, freed by the last backward of a step or by ``discard_gradients``.
+    """
+
+    run: Run
+    replicas: int
+    before_gather: Callable[[ShardedModule], None]
+    after_reduction: Callable[[], None]
+    weights_version: tuple[int, int] = (0, 0)
+    partial_sums: PartialSumsMemory = field(default_factory=PartialSumsMemory)
+    _gradient_sums: PlanCache[
+        tuple[tuple[Segment, ...], tuple[GradientSpec, ...], float], GradientSums
+    ] = field(default_factory=PlanCache)
+
+    def __post_init__(self) -> None:
+        # True if gradients cross between nodes in the last backward of a step only.
+        self.defers_inter_node = self.run.routes.gradients().keeps_partial_sums
+
+    def gradient_sums(
+        self, segments: tuple[Segment, ...], specs: tuple[GradientSpec, ...], scale: float
+    ) -> GradientSums:
+        """Plan a reduction; layers of equal shapes share one plan."""
+        key = segments, specs, scale
+        known = self._gradient_sums.get(key)
+        if known is not None:
+            return known
+        world = self.run.world
+        sums = GradientSums(
+            segments,
+            specs,
+            world.hops,
+            world.hierarchy.flat,
+            scale,
+            in_place=self.replicas == 1,
+        )
+        return self._gradient_sums.add(key, sums)
+
+    def refuse_capture(self) -> None:
+        """Refuse to run while a CUDA graph is captured.
+
+        Raises:
+            RuntimeError: a replay would run none of the Python code that draws random bits, counts
+                steps and checks messages.
+        """
+        if self.run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{KEY}: a CUDA graph is captured here, and its replays would repeat one random "
+                "rounding and skip all checks: capture no forward, backward or optimizer step of "
+                "this model (torchtitan: leave cudagraphs out of --compile; torch.compile: no "
+                'mode="reduce-overhead" and no "max-autotune"), or leave the block out'
+            )

@@ -1,0 +1,54 @@
+"""Find where a forward begins, among the gathers of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_quant.config.errors import KEY
+from ds_quant.fsdp2 import torch_names
+from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.runtime.run import Run
+
+_MANY_FORWARDS = 1000  # without an optimizer step
+
+
+class Forwards:
+    """The forwards of a model.
+
+    A module that is gathered again, or outside of any forward, counts as a forward of its own.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._is_about_to_begin = True  # nothing has been gathered in this forward
+        self._gathered: set[ShardedModule] = set()  # in this forward
+        self._with_gradients = 0  # since the last optimizer step
+
+    def expect(self) -> None:
+        """Note that the forward of the root, or of a module that no other calls, begins."""
+        self._is_about_to_begin = True
+
+    def begins_with(self, sharded: ShardedModule) -> bool:
+        """Return True if the gather of a module is the first one of a forward."""
+        begins = self._is_about_to_begin or sharded in self._gathered
+        if begins or not torch_names.in_forward(sharded.module):
+            return True
+        self._gathered.add(sharded)
+        return False
+
+    def begin_with(self, sharded: ShardedModule) -> None:
+        """Note that a forward has begun with the gather of a module."""
+        self._is_about_to_begin = False
+        self._gathered = {sharded}
+        if torch.is_grad_enabled():
+            self._with_gradients += 1
+            if self._with_gradients == _MANY_FORWARDS:
+                self._run.log(
+                    f"{KEY}: {_MANY_FORWARDS} forwards without a step of an optimizer of "
+                    "torch.optim.Optimizer that holds this model's parameters: random bits repeat, "
+                    "and warmup_steps do not end (logged once)"
+                )
+
+    def after_step(self) -> None:
+        """Note an optimizer step."""
+        self._with_gradients = 0

@@ -1,0 +1,467 @@
+"""A model under FSDP2 that a block is attached to: its run, collectives and events."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from ds_quant.codec.codec import CAST_NAMES
+from ds_quant.comm.topology import Topology
+from ds_quant.config.errors import KEY
+from ds_quant.config.schema import MetricsConfig
+from ds_quant.fsdp2 import torch_names
+from ds_quant.fsdp2.context import Context
+from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_module
+from ds_quant.fsdp2.forwards import Forwards
+from ds_quant.fsdp2.gradients import QuantizedReduceScatter
+from ds_quant.fsdp2.node_copies import NodeCopies
+from ds_quant.fsdp2.node_shard import NodeShard
+from ds_quant.fsdp2.notices import weights_in_full
+from ds_quant.fsdp2.optimizers import OptimizerSteps
+from ds_quant.fsdp2.sharded_module import Mesh, ShardedModule, gathered_by_fsdp, sharded_modules
+from ds_quant.fsdp2.steps_vote import StepsVote
+from ds_quant.fsdp2.telemetry import Telemetry
+from ds_quant.fsdp2.weights import QuantizedAllGather
+from ds_quant.policy.cost import CommVolume, ParamSpec
+from ds_quant.policy.memory import Sizes
+from ds_quant.policy.route import Routes
+from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime.copies import compare_copies, differing_ranks, replicas_differ
+from ds_quant.runtime.figures import figures
+from ds_quant.runtime.front import Workload
+from ds_quant.runtime.message_check import check_messages
+from ds_quant.runtime.param import Param
+from ds_quant.runtime.run import ProcessGroups, Run
+from ds_quant.runtime.start_line import LineParts, start_line
+from ds_quant.runtime.written_weights import UnequalSteps
+
+STAGE = 3  # FSDP2 shards weights, gradients and optimizer states, as ZeRO-3 does
+
+
+class ServedModule(NamedTuple):
+    """A sharded module and its two collectives."""
+
+    sharded: ShardedModule
+    gather: QuantizedAllGather
+    reduction: QuantizedReduceScatter
+
+
+class AttachedModel:
+    """One model under FSDP2.
+
+    A ``torch.distributed.checkpoint`` Stateful: ``state_dict`` holds the number of optimizer steps,
+    which names the random bits, so that a resumed run repeats them.
+
+    The model's collectives hold it, so it lives as long as the model.
+
+    copies: of the weights in every node, if the scheme keeps some; freed by ``detach``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: Scheme,
+        topology: Topology,
+        mesh: Mesh,
+    ) -> None:
+        routes = Routes(
+            scheme=scheme,
+            stage=STAGE,
+            nodes=topology.nodes,
+            node_size=topology.node_size,
+            replicas=mesh.replicas > 1,
+        )
+        modules = sharded_modules(model, routes, mesh)
+        self.step = 0
+        self.mesh = mesh
+        self.run = Run(
+            self,
+            routes,
+            topology,
+            [param for sharded in modules for param in sharded.params],
+            process_groups=ProcessGroups(shards=mesh.shard_group, replicas=mesh.replica_group),
+            device=mesh.device,
+            has_streams=mesh.device.type != "cpu",
+            dist=torch.distributed,
+            notices=[*gathered_by_fsdp(modules), *weights_in_full(routes, modules)],
+        )
+        self._steps_vote: StepsVote | None = None  # where nothing depends on the step
+        if scheme.weights is not None or scheme.gradients is not None:
+            self._steps_vote = StepsVote(self.run.world.hierarchy.flat, self.run.device)
+        self._forwards = Forwards(self.run)
+        self._optimizers = OptimizerSteps(self)
+        self.context = Context(
+            run=self.run,
+            replicas=mesh.replicas,
+            before_gather=self._before_gather,
+            after_reduction=self._optimizers.after_reduction,
+        )
+        self.copies: NodeCopies | None = None
+        node_shards: dict[ShardedModule, NodeShard] = {}
+        if routes.keeps_shard:
+            served = [sharded for sharded in modules if not sharded.fsdp_gathers]
+            node_shards = {sharded: NodeShard(self.context, sharded) for sharded in served}
+            self.copies = NodeCopies(self.context, list(node_shards.values()))
+        self.served = [
+            ServedModule(
+                sharded,
+                QuantizedAllGather(self, self.context, sharded, node_shards.get(sharded)),
+                QuantizedReduceScatter(self.context, sharded),
+            )
+            for sharded in modules
+        ]
+        self._telemetry: Telemetry | None = None
+        self._has_unchecked_messages = False
+        self._undo: list[Undo] | None = None  # of ``connect``; None while nothing is attached
+
+    # ---- life ----
+
+    def connect(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Replace the collectives of every sharded module, and follow the optimizers."""
+        undo: list[Undo] = []
+        for _, gather, reduction in self.served:
+            gather.connect()
+            reduction.connect()
+            undo += [gather.disconnect, reduction.disconnect]
+        undo += drop_with_module(model, self)
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            undo.append(torch_names.before_forwards(module, self._forwards.expect))
+            if module is not model:
+                undo += drop_with_module(module, self)
+        self._undo = undo
+        self._optimizers.follow(optimizers)
+
+    def write_metrics(self, settings: MetricsConfig) -> None:
+        """Write metrics of later steps."""
+        self._telemetry = Telemetry(self.run, settings)
+        self._telemetry.arm()
+
+    def detach(self) -> None:
+        """Give FSDP2 its collectives back: the model trains on without the block.
+
+        Weights, optimizer states and gradients are exact and stay. Call it on all ranks between
+        optimizer steps.
+
+        Raises:
+            RuntimeError: gradients wait for a backward that was declared the last one.
+        """
+        self._require_no_partial_sums("the model is detached")
+        if self._undo is None:
+            return
+        if self.copies is not None:
+            self.copies.finish()
+        self._optimizers.stop()
+        for undo in self._undo:
+            undo()
+        self._undo = None
+        if self.run.device.type != "cpu":
+            torch.accelerator.synchronize(self.run.device)  # streams may still read the copies
+        self.copies = None
+
+    def __del__(self) -> None:
+        """Wait for messages of this rank that are under way: later models use the same groups."""
+        with suppress(Exception):  # of a model that was not made, or of a lost rank
+            self.context.partial_sums.wait()
+            if self.copies is not None:
+                self.copies.finish()
+
+    # ---- events of a forward ----
+
+    def _before_gather(self, sharded: ShardedModule) -> None:
+        """Run before a module is gathered.
+
+        With the first gather of a forward, finish the optimizer step and compare the weights with
+        the nodes' copies. A collective, if nodes keep copies.
+        """
+        if torch_names.in_backward() or not self._forwards.begins_with(sharded):
+            return
+        self._optimizers.before_forward()
+        try:
+            if self.copies is not None:
+                self.copies.fill_written()
+            elif self._steps_vote is not None:
+                self._steps_vote.compare(self.step)
+        except UnequalSteps as unequal:
+            least, most = unequal.args
+            raise RuntimeError(
+                f"{KEY}: optimizers of this model have taken {least} steps on some ranks and "
+                f"{most} on others. Random bits and the nodes' copies of the weights need steps of "
+                "all ranks alike: let all ranks decide together, such as by torch.distributed."
+                "all_reduce of the flag that skips a step, and call front.load_state_dict on all"
+            ) from None
+        self._forwards.begin_with(sharded)
+
+    # ---- events of an optimizer step ----
+
+    def parameter_ids(self) -> Iterable[int]:
+        """Yield the ids of the sharded parameters, as they are now."""
+        for sharded, _, _ in self.served:
+            for member in sharded.members:
+                yield id(member.sharded_param)
+
+    def before_step(self, *, has_moved: bool) -> None:
+        """Run before an optimizer steps.
+
+        has_moved: True if another one has stepped since the weights were sent.
+
+        Raises:
+            RuntimeError: gradients wait for a backward that was declared the last one, or a
+                message arrived corrupted on any rank.
+        """
+        self.context.refuse_capture()
+        self._require_no_partial_sums("the optimizer steps")
+        scheme = self.run.scheme
+        self._has_unchecked_messages = scheme.block.payload_checksum or scheme.lossless
+        if torch_names.in_backward():
+            return  # an optimizer per parameter: all are checked after the step
+        self._check_messages()
+        if self.copies is not None and not has_moved:
+            self.copies.note_writes()
+
+    def after_step(self, *, is_new: bool) -> None:
+        """Run after optimizers have stepped: the next forward uses the new weights. A collective.
+
+        is_new: False if an optimizer step goes on that was counted already.
+        """
+        self._check_messages()
+        if is_new:
+            self.step += 1
+            self._forwards.after_step()
+            for _, _, reduction in self.served:
+                reduction.after_step()
+        self._follow_training()
+        _, exchanges = self.context.weights_version
+        self.context.weights_version = self.step, exchanges + 1
+        if self.copies is not None:
+            self.copies.exchange()
+        if is_new:
+            self._compare_copies()
+            if self._telemetry is not None:
+                self._telemetry.after_step()
+
+    def _follow_training(self) -> None:
+        """Note the parameters that are trained now, and say so if they are others than before."""
+        changed: list[Param] = []
+        for sharded, _, _ in self.served:
+            changed += sharded.follow_training()
+        if changed:
+            params = self.run.params
+            count = sum(param.trained for param in params)
+            volume = self.run.comm_volume().step_bytes(STAGE)
+            self.run.info(
+                f"{KEY}: {count} of {len(params)} parameters are trained now, "
+                f"{changed[0].name} {'too' if changed[0].trained else 'no longer'}: volume "
+                f"{volume:.2f} B/param/step"
+            )
+
+    def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
+        """Drop the partial sums of an accumulation that is given up.
+
+        ``optimizer.zero_grad`` and ``model.zero_grad`` call this.
+
+        parameters: ids of parameters, None for all.
+        """
+        for _, _, reduction in self.served:
+            reduction.discard(parameters)
+
+    def _require_no_partial_sums(self, event: str) -> None:
+        """Raise RuntimeError if gradients wait for a backward that was declared the last one."""
+        waiting = [
+            sharded.title for sharded, _, reduction in self.served if reduction.holds_partial_sums
+        ]
+        if waiting:
+            raise RuntimeError(
+                f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as "
+                f"{waiting[0]}, are summed inside their nodes only: call "
+                "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
+                "called it, before the last backward of a step; or drop the gradients with "
+                f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'
+            )
+
+    # ---- checks ----
+
+    def _check_messages(self) -> None:
+        """End the run on all ranks if any of them received a corrupted message. A collective."""
+        if self._has_unchecked_messages:
+            self._has_unchecked_messages = False
+            check_messages(self.run)
+
+    def _compare_copies(self) -> None:
+        """Compare the weights that several nodes hold, every ``checksum_steps`` optimizer steps.
+
+        Replicas are compared after the first step, too: they may have begun with other weights.
+
+        Raises:
+            RuntimeError: on all ranks, if replicas differ.
+        """
+        every = self.run.scheme.block.checksum_steps
+        if not every:
+            return
+        if self.copies is not None:
+            compare_copies(self.run, self.copies, self.step)
+        elif self.mesh.replicas > 1 and (self.step % every == 0 or self.step == 1):
+            held = [shard for sharded, _, _ in self.served for shard in sharded.shards()]
+            place = self.run.world.shards.rank
+            differing = differing_ranks(self.run, [(place, held)], self.step)
+            if differing:
+                raise replicas_differ(self.step, differing)
+
+    # ---- state ----
+
+    def resync(self) -> None:
+        """Let the next forward fill the nodes' copies exactly."""
+        if self.copies is not None:
+            self.copies.resync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a checkpoint: the number of optimizer steps.
+
+        Nodes receive exact weights in the next forward, so that this run goes on as one that loads
+        the checkpoint.
+        """
+        self.resync()
+        return {"step": self.step + self._optimizers.begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a checkpoint's state; the next forward fills weights that nodes keep."""
+        self.step = int(state["step"])
+        _, exchanges = self.context.weights_version
+        self.context.weights_version = self.step, exchanges + 1
+        self.resync()
+        if self._telemetry is not None:
+            self._telemetry.arm()  # the step has jumped
+
+    # ---- figures ----
+
+    @property
+    def counted_steps(self) -> int:
+        """Optimizer steps; FSDP2 skips none."""
+        return self.step
+
+    @property
+    def micro_steps(self) -> int:
+        """Backwards of the last optimizer step."""
+        counts = [r.last_reductions for _, _, r in self.served if r.last_reductions]
+        # Most modules are reduced once per backward; some more often, for a loss in chunks.
+        return median_low(counts) if counts else 1
+
+    def workload(self) -> Workload:
+        """Return what an optimizer step of the model sends."""
+        param_specs = [
+            ParamSpec(
+                name=param.name,
+                shape=tuple(param.shape),
+                dtype=dtype,
+                trainable=param.trained,
+                packed=param.packed,
+                stock_weights=bool(sharded.fsdp_gathers),
+                stock_gradients=not sharded.reduces,
+            )
+            for sharded, _, _ in self.served
+            for param, dtype in zip(sharded.params, sharded.dtypes, strict=True)
+        ]
+        gradient_dtype = self._gradient_dtype()
+        largest = max((sharded.row_numel for sharded, _, _ in self.served), default=0)
+        largest *= self.run.world.shards.size
+        sizes = Sizes(
+            trained=sum(param.shape.numel() for param in self.run.params if param.trained),
+            largest=largest,
+            bucket=largest,
+            prefetch=largest,
+            itemsize=gradient_dtype.itemsize,
+            exchanged_at_once=True,
+            slicing=self.run.slicing,
+        )
+        return Workload(
+            param_specs=param_specs,
+            sizes=sizes,
+            gathers=2.0,  # in forward and in backward
+            micro_steps=self.micro_steps,
+            gradient_dtype=gradient_dtype,
+        )
+
+    def _gradient_dtype(self) -> torch.dtype:
+        """Return the dtype of the gradients of the first module whose gradients are sent."""
+        for sharded, _, _ in self.served:
+            if sharded.reduces:
+                return sharded.gradient_dtype
+        return torch.float32
+
+    @property
+    def line(self) -> str:
+        """The start-up line."""
+        volume = self.run.comm_volume()
+        return start_line(self.run, volume, self._line_parts(volume))
+
+    def _line_parts(self, volume: CommVolume) -> LineParts:
+        """Return what FSDP2 adds to the start-up line."""
+        has_replicas = self.mesh.replicas > 1
+        gradients = ""
+        if self.context.defers_inter_node:
+            declare = "set_requires_all_reduce" if has_replicas else "set_is_last_backward"
+            gradients = (
+                "gradients are sent between nodes in every backward that is not declared otherwise "
+                f"by {declare}(False)"
+            )
+        weights = ""
+        if has_replicas:
+            is_exact = self.run.routes.weights().is_full_precision
+            weights = "weights stay in the node" + (", exact" if is_exact else "")
+        return LineParts(
+            layout="FSDP2 with replicas" if has_replicas else "FSDP2",
+            between="replicas of" if has_replicas else "x",
+            stock=self._alone(volume),
+            weights=weights,
+            gradients=gradients,
+            kept_bytes=self._kept_bytes,
+            micro_steps=1,
+            period="step",
+        )
+
+    @property
+    def _kept_bytes(self) -> int:
+        return 0 if self.copies is None else self.copies.nbytes
+
+    def _alone(self, volume: CommVolume) -> str:
+        """Describe the volume of FSDP2 without the block, as "bf16 6.00" or "bf16 + fp32 8.00".
+
+        Weights are gathered in one dtype, gradients reduced in another. With replicas an all-reduce
+        of gradients is all that crosses between the nodes.
+        """
+        nbytes = 0.0
+        names: dict[str, None] = {}
+        for sharded, _, _ in self.served:
+            for param, dtype in zip(sharded.params, sharded.dtypes, strict=True):
+                numel = param.shape.numel()
+                if self.mesh.replicas == 1:
+                    nbytes += volume.gathers * numel * dtype.itemsize
+                    names[CAST_NAMES.get(dtype, str(dtype).removeprefix("torch."))] = None
+                if param.trained:
+                    passes = 1 if self.mesh.replicas == 1 else 2
+                    nbytes += passes * numel * sharded.gradient_dtype.itemsize
+                    names[CAST_NAMES.get(sharded.gradient_dtype, "fp64")] = None
+        return f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}"
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of ``ds_quant.report``."""
+        return {
+            "front": "fsdp2",
+            "replicas": self.mesh.replicas,
+            **figures(
+                self.run,
+                micro_steps=1,
+                kept_bytes=self._kept_bytes,
+                held_bytes=self.context.partial_sums.most_nbytes,
+                accumulates=True,
+            ),
+            "line": self.line,
+        }

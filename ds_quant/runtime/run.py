@@ -1,0 +1,334 @@
+"""One run: its scheme, ranks, parameters, counters and prices, whichever front trains.
+
+Everything is per run, so that two engines or models of one process may run two schemes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_quant.comm.buffers import Buffers
+from ds_quant.comm.checksum import MessageErrors
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
+from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Communicator, carries
+from ds_quant.config.schema import parse_block
+from ds_quant.policy.cost import CommVolume, comm_volume
+from ds_quant.policy.memory import peak_bytes
+from ds_quant.policy.route import Routes
+from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime import groups, log
+from ds_quant.runtime.front import Front, Workload
+from ds_quant.runtime.param import Param, learn
+
+Received = dict[str, dict[str, float]]  # bytes by role and link, as in ``Traffic``
+
+# ---- state between steps ----
+
+
+@dataclass
+class SchemeState:
+    """Counters of one run. Learned levels are in ``Param``.
+
+    learned_at: optimizer step at which the schedule of learned levels was last consulted.
+    resyncs: refills of cached weights whose checksums differed.
+    exact_until: steps below it are sent in full precision, by ``fallback``.
+    killed: all steps are sent in full precision, because a kill file exists.
+    nonfinite_steps: steps in which ``fallback`` found NaN or Inf.
+    exact_steps: steps in full precision because of ``exact_until`` or ``killed``.
+    """
+
+    learned_at: int = 0
+    resyncs: int = 0
+    exact_until: int = 0
+    killed: bool = False
+    nonfinite_steps: int = 0
+    exact_steps: int = 0
+
+    def due(self, schedule: Sequence[int], step: int) -> bool:
+        """Return True if an entry of ``schedule`` was reached since the last call."""
+        due = any(self.learned_at < entry <= step for entry in schedule)
+        self.learned_at = max(self.learned_at, step)
+        return due
+
+
+# ---- ranks ----
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Level:
+    """The communicators of one set of ranks.
+
+    hierarchy: all of them. shards: those that share one copy of the weights; the same without
+        replicas.
+    hops: of a gradient reduction.
+    """
+
+    hierarchy: HierarchicalCommunicator
+    shards: HierarchicalCommunicator
+    hops: tuple[ReductionHop, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroups:
+    """The process groups of a run's ranks, None for the world.
+
+    shards: of the ranks that share one copy of the weights. replicas: of the ranks of equal place
+        in all copies, if there are several.
+    """
+
+    shards: Any = None
+    replicas: Any = None
+
+
+# ---- the run ----
+
+
+class Run:
+    """What all fronts share: see the modules that take a run.
+
+    Args:
+        front: answers what only the front's library knows.
+        params: of the model, whose routes are ``routes``.
+        process_groups: of the run's ranks.
+        device: of the collectives. has_streams: it works on streams.
+        dist: module with the collectives, DeepSpeed's if None.
+        notices: sentences that the start-up line adds.
+
+    world: all ranks of the run.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        routes: Routes,
+        topology: Topology,
+        params: Iterable[Param],
+        *,
+        process_groups: ProcessGroups,
+        device: torch.device,
+        has_streams: bool,
+        dist: Any = None,
+        notices: Sequence[str] = (),
+    ) -> None:
+        # - What is sent, and where
+        self._front = front
+        self.routes = routes
+        self.topology = topology
+        self.device = device
+        self.params = list(params)
+        self.state = SchemeState()
+        self.notices = list(notices)
+
+        # - Counters and checks of the messages
+        self.traffic = Traffic()
+        self.buffers = Buffers()
+        self.message_errors = MessageErrors()
+
+        # - Communicators by id of the process group, which they keep alive
+        self._dist = dist
+        self._has_streams = has_streams
+        self._communicators: dict[int, Communicator] = {}
+        self._levels: dict[int, Level] = {}
+        pace = presumed_pace(device, carries(process_groups.shards, device))
+        self.slicing = Slicing(count=self.scheme.block.slices, pace=pace)
+        self.world = self._make_world(process_groups)
+
+    # ---- the scheme and the step ----
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.routes.scheme
+
+    @property
+    def step(self) -> int:
+        """See ``Front.step``."""
+        return self._front.step
+
+    @property
+    def counted_steps(self) -> int:
+        """See ``Front.counted_steps``."""
+        return self._front.counted_steps
+
+    def is_full_precision(self, step: int) -> bool:
+        """Return True if an optimizer step sends everything in full precision."""
+        until = max(self.scheme.block.warmup_steps, self.state.exact_until)
+        return self.state.killed or step < until
+
+    def log(self, message: str) -> None:
+        """Warn on the first rank of the run."""
+        log.log_rank0(message, first=self._first_rank)
+
+    def info(self, message: str) -> None:
+        """Log at level INFO on the first rank of the run."""
+        log.info_rank0(message, first=self._first_rank)
+
+    @property
+    def _first_rank(self) -> int:
+        return self.topology.ranks[0] if self.topology.ranks else 0
+
+    # ---- communicators ----
+
+    def communicator(self, process_group: Any) -> Communicator:
+        """Return the communicator of a process group; None is the world."""
+        key = id(process_group)
+        if key not in self._communicators:
+            self._communicators[key] = Communicator(
+                process_group,
+                topology=self.topology,
+                traffic=self.traffic,
+                message_errors=self.message_errors,
+                sealed=self.scheme.block.payload_checksum,
+                buffers=self.buffers,
+                backend=self.scheme.block.backend,
+                dist=self._dist,
+            )
+        return self._communicators[key]
+
+    def communicators(self) -> list[Communicator]:
+        """Return all communicators so far, in an order that is the same on the ranks of each."""
+        return list(self._communicators.values())
+
+    def is_world(self, process_group: Any) -> bool:
+        """Return True if a process group has all ranks of the run."""
+        ranks = self.topology.ranks or range(self.topology.world)
+        return self.communicator(process_group).ranks == list(ranks)
+
+    def level(self, process_group: Any) -> Level:
+        """Return the level of a process group; None is the world.
+
+        A group smaller than the run has one hop.
+        """
+        key = id(process_group)
+        if key not in self._levels:
+            if self.is_world(process_group):
+                return self.world
+            hierarchy = HierarchicalCommunicator(self.communicator(process_group))
+            self._levels[key] = self._level(hierarchy, hierarchy)
+        return self._levels[key]
+
+    def _make_world(self, process_groups: ProcessGroups) -> Level:
+        """Return the level of all ranks of the run. A collective of them."""
+        shards = self.communicator(process_groups.shards)
+        if process_groups.replicas is None:
+            hierarchy = HierarchicalCommunicator(shards, *self._inside_and_between(shards))
+            return self._level(hierarchy, hierarchy)
+        inter = self.communicator(process_groups.replicas)
+
+        def least(numbers: list[int]) -> list[int]:
+            votes = torch.tensor(numbers, device=self.device)
+            minimum: list[int] = inter.least(shards.least(votes)).tolist()
+            return minimum
+
+        ranks = self.topology.ranks or range(self.topology.world)
+        flat = groups.group_of(ranks, device=self.device, least=least)
+        hierarchy = HierarchicalCommunicator(self.communicator(flat), shards, inter)
+        return self._level(hierarchy, HierarchicalCommunicator(shards))
+
+    def _inside_and_between(self, flat: Communicator) -> list[Communicator]:
+        """Return the communicators of ``groups.LevelGroups``; none where there is one level."""
+        if not self.routes.two_levels:
+            return []
+
+        def least(numbers: list[int]) -> list[int]:
+            minimum: list[int] = flat.least(torch.tensor(numbers, device=self.device)).tolist()
+            return minimum
+
+        level_groups = groups.level_groups(
+            self.topology, device=self.device, has_streams=self._has_streams, least=least
+        )
+        return [self.communicator(group) for group in level_groups]
+
+    def _level(
+        self, hierarchy: HierarchicalCommunicator, shards: HierarchicalCommunicator
+    ) -> Level:
+        """Return a level with the hops of a gradient reduction."""
+        communicators = {
+            "flat": hierarchy.flat,
+            "intra": hierarchy.gradients,
+            "inter": hierarchy.inter,
+        }
+        hops: list[ReductionHop] = []
+        divisor = 1
+        for hop in self.routes.gradients(full_world=hierarchy.intra is not None).hops:
+            communicator = communicators[hop.level]
+            assert communicator is not None, f"no communicator for the level {hop.level}"
+            hops.append(
+                ReductionHop(
+                    communicator=communicator,
+                    divisor=divisor,
+                    full_precision_own=hop.full_precision_own,
+                    slicing=self.slicing,
+                )
+            )
+            divisor *= communicator.size
+        return Level(hierarchy=hierarchy, shards=shards, hops=tuple(hops))
+
+    # ---- learned levels ----
+
+    def learn_levels(
+        self, step: int, own_values: Iterable[tuple[Param | None, Tensor, Communicator]]
+    ) -> None:
+        """Learn the levels of all parameters (QSDP's learned levels), if the schedule says so.
+
+        own_values: parameter, this rank's elements (1-D, may be empty), and the communicator of
+            the ranks that share the parameter; equal parameters in equal order on all ranks.
+        """
+        if not self.state.due(self.scheme.level_steps, step):
+            return
+        by_communicator: dict[Communicator, list[tuple[Param, Tensor]]] = {}
+        for param, values, communicator in own_values:
+            if param and param.shape.numel() and param.is_quantized(values.dtype):
+                by_communicator.setdefault(communicator, []).append((param, values))
+        for communicator, shards in by_communicator.items():
+            learn(shards, communicator, self.scheme)
+
+    # ---- prices ----
+
+    @property
+    def workload(self) -> Workload:
+        """See ``Front.workload``."""
+        return self._front.workload()
+
+    def comm_volume(self, scheme: Scheme | None = None) -> CommVolume:
+        """Price a step of the run's scheme, or of another one, in bytes per parameter."""
+        workload = self.workload
+        return comm_volume(
+            scheme or self.scheme,
+            self.routes.stage,
+            workload.param_specs,
+            ranks=self.topology.world,
+            node_size=self.topology.node_size,
+            gathers=workload.gathers,
+            gradient_dtype=workload.gradient_dtype,
+            stock_gradients=workload.stock_gradients,
+            replicas=self.routes.replicas,
+        )
+
+    def received_by_formula(self, volume: CommVolume) -> Received:
+        """Return bytes that a rank receives per optimizer step, by role and link as ``Traffic``."""
+        micro_steps = self.workload.micro_steps
+        return volume.received(self.routes.stage, micro_steps=micro_steps)
+
+    def received_in_full_precision(self) -> Received:
+        """Return bytes that a rank would receive per optimizer step, were nothing quantized.
+
+        By role and link as ``Traffic`` counts them.
+        """
+        cross = {"cross": self.scheme.block.gradients.cross}
+        same_way = parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
+        received = self.received_by_formula(self.comm_volume(same_way))
+        if self.workload.stock_gradients:
+            received["gradients"] = {"intra": 0.0, "inter": 0.0}  # the library's are not counted
+        return received
+
+    def peak_bytes(self, volume: CommVolume) -> float:
+        """Predict the peak bytes of messages and sums on this rank in a step."""
+        return peak_bytes(volume, self.workload.sizes)

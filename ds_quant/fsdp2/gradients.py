@@ -17,7 +17,8 @@ zeros, so FSDP2 reduces it, and the sums of all sets are added to the reduced gr
 [Note: an accumulation that is given up] A loop that drops its gradients drops the partial sums,
 too. ``zero_grad`` tells the front, see optimizers.py. A gradient that is None again has been
 dropped. Anything else that writes a gradient between two backwards has written zeros, so it is an
-error.
+error: of the optimizer step, because an exception inside a backward would leave FSDP2 with
+gradients that no method drops.
 
 [Note: replicas] With a replica in every node a rank of a node sums its part of a row over the
 nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all ranks.
@@ -118,6 +119,8 @@ class QuantizedReduceScatter(ReduceScatter):
         self._partial_sums: dict[_Plan, _PartialSums] = {}
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
         self.last_reductions = 0  # in the last one
+        # True if a gradient was written between two backwards of this optimizer step.
+        self.has_written_gradients = False
 
     # ---- FSDP2's calls ----
 
@@ -127,12 +130,17 @@ class QuantizedReduceScatter(ReduceScatter):
         group._reduce_scatter_comm = self
         if not self._sharded.reduces:
             return
-        self._sharded.reduce_between_nodes()
+        has_replicas = self._sharded.reduce_between_nodes()
         reduce = group.post_backward
 
         def post_backward(*unused: Any) -> None:
             self._before_reduction()
-            reduce(*unused)
+            if has_replicas and not self._crosses:
+                # FSDP2 calls the user's hook in backwards that reduce over the replicas only.
+                with torch_names.without_all_reduce_hook(group):
+                    reduce(*unused)
+            else:
+                reduce(*unused)
             for partial_sums in self._partial_sums.values():
                 partial_sums.note_versions()
 
@@ -194,12 +202,16 @@ class QuantizedReduceScatter(ReduceScatter):
         """Begin the next optimizer step."""
         self.last_reductions = self._reductions
         self._reductions = 0
+        self.has_written_gradients = False
 
     def discard(self, parameters: Collection[int] | None = None) -> None:
         """Drop the partial sums of parameters, given by their ids; None for all.
 
         See [Note: an accumulation that is given up].
         """
+        own = {id(member.sharded_param) for member in self._sharded.members}
+        if parameters is None or not own.isdisjoint(parameters):
+            self.has_written_gradients = False
         for plan, partial_sums in list(self._partial_sums.items()):
             members = plan.rows.members
             dropped = [
@@ -226,15 +238,8 @@ class QuantizedReduceScatter(ReduceScatter):
         if not group.reduce_grads:
             return
         self._drop_abandoned()
-        for partial_sums in self._partial_sums.values():
-            if partial_sums.was_written():
-                raise RuntimeError(
-                    f"quantized_comm: gradients of {self._sharded.title} were written between two "
-                    "backwards of an optimizer step. They are zero until the last backward, "
-                    "because the sums of this step are kept inside the nodes. To drop them call "
-                    "front.discard_gradients(); to scale or clip them do so after the last "
-                    'backward, or set quantized_comm.gradients.cross="micro_step"'
-                )
+        written = [each for each in self._partial_sums.values() if each.was_written()]
+        self.has_written_gradients |= bool(written)
         if self._partial_sums and self._crosses:
             self._give_zero_gradients()
         self.note_gradients([self._reduces(member) for member in self._sharded.members])

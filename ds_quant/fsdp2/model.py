@@ -52,6 +52,14 @@ class ServedModule(NamedTuple):
     gather: QuantizedAllGather
     reduction: QuantizedReduceScatter
 
+    @property
+    def is_served(self) -> bool:
+        """True unless the user has set collectives since."""
+        group = self.sharded.group
+        return (
+            group._all_gather_comm is self.gather and group._reduce_scatter_comm is self.reduction
+        )
+
 
 class AttachedModel:
     """One model under FSDP2.
@@ -214,11 +222,13 @@ class AttachedModel:
         has_moved: True if another one has stepped since the weights were sent.
 
         Raises:
-            RuntimeError: gradients wait for a backward that was declared the last one, or a
-                message arrived corrupted on any rank.
+            RuntimeError: gradients wait for a backward that was declared the last one, or were
+                written before it; or a message arrived corrupted on any rank.
         """
         self.context.refuse_capture()
         self._require_no_partial_sums("the optimizer steps")
+        self._require_unwritten_gradients()
+        self._require_own_collectives()
         scheme = self.run.scheme
         self._has_unchecked_messages = scheme.block.payload_checksum or scheme.lossless
         if torch_names.in_backward():
@@ -285,6 +295,32 @@ class AttachedModel:
                 "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
                 "called it, before the last backward of a step; or drop the gradients with "
                 f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'
+            )
+
+    def _require_unwritten_gradients(self) -> None:
+        """Raise RuntimeError if gradients were written between two backwards of this step."""
+        written = [
+            sharded.title
+            for sharded, _, reduction in self.served
+            if reduction.has_written_gradients
+        ]
+        if written:
+            raise RuntimeError(
+                f"{KEY}: gradients of {len(written)} module(s), such as {written[0]}, were written "
+                "between two backwards of an optimizer step. They are zero until the last "
+                "backward, because the sums of this step are kept inside the nodes. To drop this "
+                "step's gradients call optimizer.zero_grad(); to scale or clip gradients do so "
+                f'after the last backward, or set {KEY}.gradients.cross="micro_step"'
+            )
+
+    def _require_own_collectives(self) -> None:
+        """Raise RuntimeError if the user has replaced a collective since ``connect``."""
+        others = [each.sharded.title for each in self.served if not each.is_served]
+        if others:
+            raise RuntimeError(
+                f"{KEY}: set_custom_all_gather or set_custom_reduce_scatter was called on "
+                f"{len(others)} attached module(s), such as {others[0]}: nothing of them is "
+                "quantized. Leave that out, or call front.detach() first"
             )
 
     # ---- checks ----

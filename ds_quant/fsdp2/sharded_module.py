@@ -218,15 +218,20 @@ class ShardedModule:
         """True unless the user has declared that another backward follows in this step."""
         return self.group.all_reduce_grads and torch_names.is_last_backward(self.module)
 
-    def reduce_between_nodes(self) -> None:
-        """Keep FSDP2 from all-reducing gradients over replicas: see [Note: replicas]."""
+    def reduce_between_nodes(self) -> bool:
+        """Keep FSDP2 from all-reducing gradients over replicas: see [Note: replicas].
+
+        Returns:
+            True if there are replicas.
+        """
         replicated = self.group.mesh_info
         if torch_names.replicas_of(replicated) is None:
-            return
+            return False
         sharded = torch_names.without_replicas(replicated)
         self.group.mesh_info = sharded
         if self.group.post_forward_mesh_info is replicated:
             self.group.post_forward_mesh_info = sharded
+        return True
 
     def shards(self) -> list[Tensor]:
         """Return this rank's shards, padded and flat, in their own dtype."""
@@ -266,6 +271,12 @@ def refuse_unsupported(model: nn.Module, mesh: Mesh) -> None:
         UnsupportedModel: naming the module, the setting and the way out.
     """
     for name, _, group in _groups(model):
+        if not torch_names.uses_torch_collectives(group):
+            raise _unsupported(
+                name,
+                "collectives of set_custom_all_gather or set_custom_reduce_scatter",
+                "leave them out: the block replaces both",
+            )
         for member in group.fsdp_params:
             _refuse(name, member, mesh)
 

@@ -6,7 +6,8 @@ with the releases of torch that README names; docs/new_torch.md says how to try 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -29,11 +30,13 @@ __all__ = [
     "ReduceScatter",
     "before_forwards",
     "has_own_all_gather",
+    "uses_torch_collectives",
     "in_backward",
     "in_forward",
     "is_last_backward",
     "param_groups",
     "replicas_of",
+    "without_all_reduce_hook",
     "without_replicas",
 ]
 
@@ -81,6 +84,7 @@ class ParamGroup(Protocol):
     gradient_divide_factor: float | None
     _all_gather_comm: AllGather
     _reduce_scatter_comm: ReduceScatter
+    _all_reduce_hook: Callable[[Tensor], None] | None
     post_backward: Callable[..., None]
 
 
@@ -140,6 +144,24 @@ def has_own_all_gather(member: FsdpParam) -> bool:
 def reduces_unused(group: ParamGroup) -> bool:
     """Return the argument of ``set_reduce_scatter_unused_params``; torch before 2.13 lacks it."""
     return getattr(group, "reduce_scatter_unused_params", False)
+
+
+def uses_torch_collectives(group: ParamGroup) -> bool:
+    """Return True if the collectives of a group are those of torch."""
+    collectives = group._all_gather_comm, group._reduce_scatter_comm
+    return all(type(each).__module__.startswith("torch.") for each in collectives)
+
+
+@contextmanager
+def without_all_reduce_hook(group: ParamGroup) -> Iterator[None]:
+    """Keep FSDP2 from calling the hook of ``set_all_reduce_hook``."""
+    hook = group._all_reduce_hook
+    if hook is not None:
+        group._all_reduce_hook = lambda _: None
+    try:
+        yield
+    finally:
+        group._all_reduce_hook = hook
 
 
 # ---- meshes ----

@@ -660,15 +660,44 @@ def test_an_accumulation_that_is_given_up_leaves_nothing(
 
 
 @on_ranks(4)
-def test_gradients_that_are_written_between_backwards_end_the_run_with_the_way_out() -> None:
+def test_a_step_after_gradients_were_written_between_backwards_names_the_way_out() -> None:
     def program(run: Run) -> None:
-        run.backward(0, last=False)
+        run.step(0)
+        run.backward(1, last=False)
         for p in run.model.parameters():
             p.grad.mul_(0.5)
-        run.backward(1)
+        run.backward(2)
+        if run.front is not None:
+            with pytest.raises(RuntimeError, match=r"were written between two .*zero_grad\(\)"):
+                run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.step(3)
+        run.look()
 
-    with pytest.raises(RuntimeError, match=r"were written between two backwards .*front.discard"):
-        played(program, EXACT)
+    assert_near(played(program, EXACT), played(program, None))
+
+
+@on_ranks(4)
+def test_a_hook_of_replicas_runs_in_the_backwards_in_which_fsdp2_calls_it() -> None:
+    def calls(block: str | None) -> int:
+        count = 0
+
+        def hook(_: Tensor) -> None:
+            nonlocal count
+            count += 1
+
+        model = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+        model.set_all_reduce_hook(hook)
+        optimizer = sgd(model)
+        if block is not None:
+            fsdp2.attach(model, block, optimizer=optimizer)
+        for is_last in (False, True):
+            model.set_requires_all_reduce(is_last)
+            model(rows(1)).sum().backward()
+        optimizer.step()
+        return count
+
+    assert calls("eden4") == calls(None) > 0
 
 
 @on_ranks(4)

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ds_quant
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
+from ds_quant.fsdp2.sharded_module import UnsupportedModel
+from ds_quant.fsdp2.torch_names import ReduceScatter
 from tests import needs
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.test_fsdp2_between_steps import (
@@ -507,6 +509,27 @@ def test_ranks_attach_together_after_an_attempt_that_one_gave_up(mistaken: int) 
     dist.barrier()
     front = fsdp2.attach(model, block, optimizer=optimizer)
     three_steps(Run(model, optimizer, front))
+
+
+@on_ranks(2)
+def test_collectives_of_the_user_are_refused() -> None:
+    class Own(ReduceScatter):
+        def allocate(self, *size: Any, **options: Any) -> Tensor:
+            return torch.empty(*size, **options)
+
+        def __call__(self, *_: Any) -> None:
+            """Never called."""
+
+    model = sharded()
+    model.second.set_custom_reduce_scatter(Own())
+    with pytest.raises(UnsupportedModel, match="second has collectives of set_custom_all_gather"):
+        fsdp2.attach(model, "qsdp", optimizer=sgd(model))
+    model = sharded()
+    optimizer = sgd(model)
+    fsdp2.attach(model, "qsdp", optimizer=optimizer)
+    model.second.set_custom_reduce_scatter(Own())
+    with pytest.raises(RuntimeError, match=r"called on 1 attached module\(s\), such as second"):
+        optimizer.step()
 
 
 @on_ranks(2)

@@ -37,7 +37,7 @@ def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
     import torch
 
     import ds_quant  # noqa: F401  # activates it where the entry point is not installed
-    from ds_quant.zero.warmup import warm_up_kernels
+    from ds_quant.runtime.warmup import warm_up_kernels
 
     one_gpu.leave_out_host_operator("cpu")
     fake_world.join(world)
@@ -54,7 +54,8 @@ def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
                 model_parameters=model.parameters(),
                 config=one_gpu.config_of(args, scheme),
             )
-            warm_up_kernels(engine.ds_quant_plugin, torch.device("cpu"))
+            plugin = engine.ds_quant_plugin
+            warm_up_kernels(plugin.run, plugin.kinds(), torch.device("cpu"))
     return runner.variants
 
 

@@ -48,6 +48,8 @@ class ReturnedSums:
     pieces: of all nodes, in the order of a message.
     specs: of every gradient, with the one codec of this hop.
     communicator: the ranks of all nodes that share the result.
+
+    nbytes: of a message. encode: makes it of the sums. decode: makes the result of all messages.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ReturnedSums:
         for piece in pieces:
             rows[piece.node].append(piece)
         layouts = [lay_out(_size(piece, specs) for piece in row) for row in rows]
-        self._nbytes = max(nbytes for _, nbytes in layouts)
+        self.nbytes = max(nbytes for _, nbytes in layouts)
         encode: list[Task] = []
         decode: list[Task] = []
         for row, (slots, _) in zip(rows, layouts, strict=True):
@@ -71,9 +73,9 @@ class ReturnedSums:
                 spec = specs[piece.gradient]
                 if piece.node == communicator.rank:
                     encode.append(_encode_task(piece, spec, slot))
-                decode.append(_decode_task(piece, spec, piece.node * self._nbytes + slot))
-        self._encode = Operations(encode)
-        self._decode = Operations(decode)
+                decode.append(_decode_task(piece, spec, piece.node * self.nbytes + slot))
+        self.encode = Operations(encode)
+        self.decode = Operations(decode)
 
     def send(
         self,
@@ -89,13 +91,13 @@ class ReturnedSums:
         bound_codecs, rotations: per gradient; the addresses are this rank's own.
         """
         communicator = self._communicator
-        if self._nbytes == 0:  # shards without elements
+        if self.nbytes == 0:  # shards without elements
             return
         rng_state = RngState(bound_codecs, rotations)
-        wire = pack(communicator, "gradients", self._nbytes, self._encode, [sums], rng_state)
+        wire = pack(communicator, "gradients", self.nbytes, self.encode, [sums], rng_state)
         received = communicator.all_gather(wire, role="gradients").wait()
         buffers = [received, output, sums]
-        unpack(communicator, "gradients", self._decode, buffers, rng_state)
+        unpack(communicator, "gradients", self.decode, buffers, rng_state)
 
 
 def _size(piece: Piece, specs: Sequence[GradientSpec]) -> tuple[Codec, int]:

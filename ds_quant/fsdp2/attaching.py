@@ -36,6 +36,7 @@ from ds_quant.runtime import log
 from ds_quant.runtime.handshake import handshake
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
+from ds_quant.runtime.warmup import warm_up
 
 
 def attach(
@@ -107,6 +108,8 @@ def _begin(front: AttachedModel, *, has_optimizer: bool) -> None:
         front.run.notices.append("single rank: nothing to communicate")
     elif metrics.file is not None and metrics.interval and dist.get_rank() == 0:
         front.write_metrics(metrics)
+    if front.run.device.type == "cuda" and front.run.topology.world > 1:
+        warm_up(front.run, front.kinds())
     _announce(front)
 
 

@@ -40,6 +40,7 @@ from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
 from ds_quant.runtime.start_line import LineParts, start_line
+from ds_quant.runtime.warmup import Kinds
 from ds_quant.runtime.written_weights import UnequalSteps
 
 STAGE = 3  # FSDP2 shards weights, gradients and optimizer states, as ZeRO-3 does
@@ -423,6 +424,19 @@ class AttachedModel:
             gathers=2.0,  # in forward and in backward
             micro_steps=self.micro_steps,
             gradient_dtype=gradient_dtype,
+        )
+
+    def kinds(self) -> Kinds:
+        """Return what the model sends, for the compilation of its kernels."""
+        dtypes = {sharded.dtype for sharded, _, _ in self.served if not sharded.fsdp_gathers}
+        reduces = any(sharded.reduces for sharded, _, _ in self.served)
+        return Kinds(
+            weight_dtypes=sorted(dtypes, key=str),
+            gradient_dtype=self._gradient_dtype(),
+            reducing=[self.run.world] if reduces else [],
+            all_levels=[self.run.world],
+            crosses_once=self.context.defers_inter_node,
+            has_few_ranks=False,
         )
 
     def _gradient_dtype(self) -> torch.dtype:

@@ -196,6 +196,16 @@ class Run:
         """Return all communicators so far, in an order that is the same on the ranks of each."""
         return list(self._communicators.values())
 
+    def uncounted(self, communicator: Communicator) -> Communicator:
+        """Return a communicator of the same ranks whose messages are not counted."""
+        return Communicator(
+            communicator.process_group,
+            topology=self.topology,
+            traffic=Traffic(),
+            backend=communicator.backend,
+            dist=self._dist,
+        )
+
     def is_world(self, process_group: Any) -> bool:
         """Return True if a process group has all ranks of the run."""
         ranks = self.topology.ranks or range(self.topology.world)

@@ -28,6 +28,7 @@ from ds_quant.runtime import handshake, message_check
 from ds_quant.runtime.copies import WeightCache, compare_copies
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
+from ds_quant.runtime.warmup import warm_up
 from ds_quant.zero import (
     accelerator,
     checkpoint,
@@ -55,7 +56,6 @@ from ds_quant.zero.report import figures
 from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.startup_line import line_of
 from ds_quant.zero.telemetry import Telemetry, is_read
-from ds_quant.zero.warmup import warm_up_engine
 from ds_quant.zero.world import broadcast, level_groups
 
 # ---- autotune ----
@@ -158,7 +158,7 @@ def attach(engine: Engine, optimizer: Any) -> None:
     device = accelerator.device()
     if device.type == "cuda" and world > 1:
         plugin.run.notices += advice(engine)
-        warm_up_engine(plugin, device)
+        warm_up(plugin.run, plugin.kinds())
     announce(plugin.run, line_of(plugin))
 
 

@@ -18,6 +18,7 @@ from ds_quant.runtime.copies import WeightCache
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
+from ds_quant.runtime.warmup import Kinds
 from ds_quant.zero import accelerator, offload, sharded_params
 
 if TYPE_CHECKING:  # these modules import this one
@@ -204,6 +205,20 @@ class Plugin:
             micro_steps=engine.gradient_accumulation_steps(),
             gradient_dtype=engine.communication_data_type,
             stock_gradients=self.stock_gradients_reason is not None,
+        )
+
+    def kinds(self) -> Kinds:
+        """Return what the engine sends, for the compilation of its kernels."""
+        levels = list(dict.fromkeys(self.run.level(group) for _, group in self.served_params))
+        params = self.engine.module.parameters()
+        dtypes = {p.dtype for p in params if p.is_floating_point()}
+        return Kinds(
+            weight_dtypes=sorted(dtypes, key=str),
+            gradient_dtype=self.engine.communication_data_type,
+            reducing=levels if self.stock_gradients_reason is None else [],
+            all_levels=levels,
+            crosses_once=self.partial_gradients is not None,
+            has_few_ranks=self.has_few_ranks,
         )
 
 

@@ -289,10 +289,10 @@ def _posted(stage: int, streams: bool) -> tuple[dict[str, str], list[tuple[str, 
     and collective.
     """
     from ds_quant.comm.transport import Communicator
-    from ds_quant.zero import world
+    from ds_quant.zero import plugin
 
-    world.accelerator = SimpleNamespace(
-        **vars(world.accelerator) | {"has_streams": lambda: streams}
+    plugin.accelerator = SimpleNamespace(
+        **vars(plugin.accelerator) | {"has_streams": lambda: streams}
     )
     seen, groups = [], []
 

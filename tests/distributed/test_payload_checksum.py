@@ -120,15 +120,15 @@ def test_a_changed_comparison_ends_all_ranks_together(stage: int, sealed: bool) 
     """Rank 1 gets a changed message while checksums of the kept weights are compared. Else one rank
     refills kept weights, which is a collective, and the other does not.
     """
-    from ds_quant.zero import drift
+    from ds_quant.runtime import copies
 
-    fault, compare = Fault("weights", sender=0), drift._differing
+    fault, compare = Fault("weights", sender=0), copies.differing_ranks
 
     def changed(*who: Any) -> list[int]:
         fault.armed = torch.distributed.get_rank() == 1
         return compare(*who)
 
-    drift._differing = changed
+    copies.differing_ranks = changed
     block = {"node_size": 1, "checksum_steps": 2, "payload_checksum": sealed}
     reason = (
         "step 1: weights from rank 0 were changed on their way to rank 1"

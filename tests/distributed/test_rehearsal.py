@@ -6,14 +6,19 @@ handed to it, with a runner that writes down the macros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from ds_quant import fsdp2
 from ds_quant.kernels import dispatch, launch_batch
-from ds_quant.zero.warmup import warm_up_kernels
+from ds_quant.runtime.warmup import warm_up_kernels
 from tests.distributed.features import separate_experts
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import engine_of, plain_descent, train_steps
@@ -66,12 +71,12 @@ class Recorder:
         return [*kernels, launched], left
 
 
-def check(engine: Any) -> None:
-    """Against three optimizer steps."""
+def check(front: Any, train: Callable[[], object]) -> None:
+    """Compare the kernels of a training with those of the warm-up."""
     recorder = Recorder()
-    warm_up_kernels(engine.ds_quant_plugin, torch.device("cpu"))
+    warm_up_kernels(front.run, front.kinds(), torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
-    train_steps(engine, 3)
+    train()
     new = sorted(recorder.variants - rehearsed)
     assert recorder.variants and not new, "\n".join(f"{kernel}: {dict(how)}" for kernel, how in new)
 
@@ -87,7 +92,8 @@ def test_training_launches_nothing_new(place: int, stage: int) -> None:
     block = {**SCHEMES[place], "node_size": node_size, "allow_full_replica": True}
     # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
     zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
-    check(engine_of(stage, block, accumulation=2, zero=zero))
+    engine = engine_of(stage, block, accumulation=2, zero=zero)
+    check(engine.ds_quant_plugin, lambda: train_steps(engine, 3))
 
 
 @on_ranks(4)
@@ -95,4 +101,41 @@ def test_training_of_experts_launches_nothing_new() -> None:
     """Split over the ranks of a node. Their gradients take one level, those of all others two."""
     block = {"scheme": "qsdp", "node_size": 2}
     how = {"optimizer": plain_descent, "groups": separate_experts}
-    check(engine_of(2, block, lambda: Mixture(2), **how))
+    engine = engine_of(2, block, lambda: Mixture(2), **how)
+    check(engine.ds_quant_plugin, lambda: train_steps(engine, 3))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "replicas"),
+    thinned(
+        product(("qsdp", "sdp4bit", "zeropp", "lossless_w_g3", "eden4"), (1, 2)),
+        lambda *case: case in (("lossless_w_g3", 1), ("eden4", 2)),
+    ),
+)
+@on_ranks(4)
+def test_training_under_fsdp2_launches_nothing_new(scheme: str, replicas: int) -> None:
+    """In steps of two micro-steps, whose sums are held."""
+    mesh = init_device_mesh("cpu", (4,))
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(130, 67), nn.Tanh(), nn.Linear(67, 130))
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh, mp_policy=bf16)
+    model = fully_shard(model, mesh=mesh, mp_policy=bf16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    block = {"scheme": scheme, "min_numel": 512}
+    if replicas == 1:
+        block["node_size"] = 2
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+
+    def train() -> None:
+        for _ in range(3):
+            for is_last in (False, True):
+                model.set_requires_all_reduce(is_last)
+                model(torch.randn(4, 130)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(front, train)

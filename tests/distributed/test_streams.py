@@ -98,7 +98,7 @@ def _become_a_device(model: Any, lost: str) -> None:
         accelerator.StepBarrier.wait = lambda _: None
     as_on_cuda = {"device": lambda: torch.device("cuda")}
     attach.accelerator = SimpleNamespace(**vars(accelerator) | as_on_cuda)
-    attach.warm_up_engine = lambda *_: None
+    attach.warm_up = lambda *_: None
     sums = checksum._checksums
     checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
 
@@ -370,7 +370,7 @@ def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: i
     assert messages > 3
     assert {name.rpartition(".")[2]: count for name, count in found.items()} == {
         "_agree": 1,  # the lengths
-        "minimum": 1,  # whether any rank could not decode
+        "check_messages": 1,  # whether any rank could not decode
         **WRITTEN[stage],
     }
 
@@ -401,37 +401,38 @@ def test_nothing_else_waits(scheme: str, stage: int) -> None:
 def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, kind: str) -> None:
     from ds_quant.zero import attach
 
-    seen: list[tuple[Any, torch.device]] = []
-    attach.warm_up_engine = lambda *args: seen.append(args)
+    seen: list[Any] = []
+    attach.warm_up = lambda run, _: seen.append(run)
     device = torch.device(kind)
     attach.accelerator = SimpleNamespace(**vars(attach.accelerator) | {"device": lambda: device})
     engine = engine_of(2, QSDP)
     rehearsed = kind == "cuda" and world > 1
-    assert seen == ([(engine.ds_quant_plugin, device)] if rehearsed else [])
+    assert seen == ([engine.ds_quant_plugin.run] if rehearsed else [])
 
 
 @on_ranks(1)
 def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> None:
-    from ds_quant.zero import plugin as module
+    from ds_quant.runtime import run as module
+    from ds_quant.zero.plugin import Plugin
 
     scheme = QuantizedCommConfig(scheme="sdp4bit").to_scheme()
     alone = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 2)
     for kind, backend in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
-        module.accelerator.device = lambda kind=kind: torch.device(kind)
-        module.backend = lambda backend=backend: backend
-        plugin = module.Plugin(alone, scheme, Topology(world=1, node_size=1))
+        accelerator.device = lambda kind=kind: torch.device(kind)
+        module.carries = lambda *_, backend=backend: backend
+        plugin = Plugin(alone, scheme, Topology(world=1, node_size=1))
         assert plugin.run.slicing.pace == presumed_pace(torch.device(kind), backend)
 
 
 @on_ranks(4)
 def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
     from ds_quant.comm.transport import Communicator
-    from ds_quant.zero import warmup
+    from ds_quant.runtime import warmup
 
     rank, seen, sent, posted = torch.distributed.get_rank(), [], [], Communicator._posted
     first = rank - rank % 2
 
-    def compiling(plugin: Any, device: torch.device) -> None:
+    def compiling(*_: Any) -> None:
         seen.append("found" if (scratch() / f"by {first}").exists() else "compiles")
         if rank == first:
             time.sleep(0.5)
@@ -445,7 +446,7 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
     warmup.warm_up_kernels, Communicator._posted = compiling, noted
     before = dict(plugin.run.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
-        warmup.warm_up_engine(plugin, torch.device("cpu"))
+        warmup.warm_up(plugin.run, plugin.kinds())
     assert plugin.run.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
     assert sent
@@ -460,7 +461,8 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
     from torch.distributed import distributed_c10d as c10d
 
     from ds_quant.comm.transport import Communicator
-    from ds_quant.zero import warmup, world
+    from ds_quant.runtime import warmup
+    from ds_quant.zero import plugin as module
 
     used: set[tuple[str, str]] = set()  # collectives with the names of their groups
 
@@ -476,10 +478,12 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
 
     Communicator.all_gather, Communicator.all_to_all = noted("all_gather"), noted("all_to_all")
     # Gradients have a communicator of their own inside the node.
-    world.accelerator = SimpleNamespace(**vars(world.accelerator) | {"has_streams": lambda: True})
+    streams = {"has_streams": lambda: True}
+    module.accelerator = SimpleNamespace(**vars(module.accelerator) | streams)
     warmup.warm_up_kernels = lambda *_: None
     engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
-    warmup.warm_up_engine(engine.ds_quant_plugin, torch.device("cpu"))
+    plugin = engine.ds_quant_plugin
+    warmup.warm_up(plugin.run, plugin.kinds())
     rehearsed = set(used)
     used.clear()
     for step in range(3):

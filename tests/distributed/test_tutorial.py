@@ -43,7 +43,7 @@ def test_one_message_gathers_a_weight_in_8_bits() -> None:
     # three parts is padded to a multiple of 16 bytes.
     message_bytes = 2048 + 16 + 16
     assert codec.wire_bytes(NUMEL // 2) == message_bytes
-    assert world.ranks[0].traffic.received["weights"] == {"intra": message_bytes, "inter": 0}
+    assert world.ranks[0].run.traffic.received["weights"] == {"intra": message_bytes, "inter": 0}
 
 
 def test_one_sum_averages_a_gradient_over_the_ranks() -> None:

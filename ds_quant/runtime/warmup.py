@@ -8,7 +8,7 @@ which kernels a run launches; rows of whole blocks and other rows are different 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -24,7 +24,7 @@ from ds_quant.comm.reduction_plan import (
     SlicePlan,
     Slicing,
 )
-from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.dispatch import Operations, RngState, decode_lossless, encode_lossless
@@ -32,8 +32,7 @@ from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
 from ds_quant.runtime.handshake import store_of_call, wait_for_keys
-from ds_quant.zero import accelerator, hooks
-from ds_quant.zero.plugin import Plugin
+from ds_quant.runtime.run import Level, Run
 
 _RAGGED = 9  # elements: more than a vector, less than any other block
 _LOSSLESS_NUMEL = _RAGGED, 4096
@@ -42,44 +41,63 @@ _ADDRESS = Address(key=0, step=0)
 _PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then compile themselves
 
 
-def warm_up_engine(plugin: Plugin, device: torch.device) -> None:
-    """Launch every kernel of the engine and connect every communicator. All ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """What a run sends, as far as kernels and connections depend on it.
+
+    weight_dtypes: of gathered weights. gradient_dtype: of reduced gradients.
+    reducing: levels over which gradients are reduced; none if the front's library does that.
+    all_levels: levels over which weights or gradients are sent.
+    crosses_once: gradients over two hops cross once per optimizer step.
+    has_few_ranks: some weights are gathered over part of the ranks.
+    """
+
+    weight_dtypes: Sequence[torch.dtype]
+    gradient_dtype: torch.dtype
+    reducing: Sequence[Level]
+    all_levels: Sequence[Level]
+    crosses_once: bool
+    has_few_ranks: bool
+
+
+def warm_up(run: Run, kinds: Kinds) -> None:
+    """Launch every kernel of a run and connect every communicator. All its ranks call it.
 
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
     """
-    rank, _ = hooks.rank_and_world()
-    first = rank - rank % plugin.run.topology.node_size
+    ranks = run.topology.ranks or tuple(range(run.topology.world))
+    rank = torch.distributed.get_rank()
+    index = ranks.index(rank)
+    first = ranks[index - index % run.topology.node_size]
     store = store_of_call("rehearsals", rank)
     if rank != first:
         wait_for_keys(store, [str(first)], _PATIENCE)
     try:
-        warm_up_kernels(plugin, device)
+        warm_up_kernels(run, kinds, run.device)
     finally:
         if rank == first:
             store.set(str(first), "done")
-    _connect(plugin, device)
-    accelerator.synchronize()  # other streams do not wait for the tables that this one has written
+    _connect(run, kinds)
+    if run.device.type != "cpu":
+        # Other streams do not wait for the tables that this one has written.
+        torch.accelerator.synchronize(run.device)
 
 
 # ---- communicators ----
 
 
-def _connect(plugin: Plugin, device: torch.device) -> None:
-    """Run each collective once on every communicator that the engine runs it on.
+def _connect(run: Run, kinds: Kinds) -> None:
+    """Run each collective once on every communicator that the run uses it on.
 
     NCCL connects ranks at their first message, which takes seconds. A gather connects each rank to
     few others, an all-to-all to all others of the communicator, so it runs only where gradients do.
     """
-    exchanging, without_gathers = _gradient_communicators(plugin)
-    for communicator in plugin.run.communicators():
+    exchanging, without_gathers = _gradient_communicators(run, kinds)
+    for communicator in run.communicators():
         if communicator.size == 1:
             continue
-        uncounted = Communicator(
-            communicator.process_group,
-            topology=plugin.run.topology,
-            traffic=Traffic(),
-        )
-        payload = torch.zeros(communicator.size, dtype=torch.uint8, device=device)
+        uncounted = run.uncounted(communicator)
+        payload = torch.zeros(communicator.size, dtype=torch.uint8, device=run.device)
         if communicator not in without_gathers:
             uncounted.all_gather(payload[:1], role="weights").wait()
         if communicator in exchanging:
@@ -92,44 +110,38 @@ def _connect(plugin: Plugin, device: torch.device) -> None:
             ).wait()
 
 
-def _gradient_communicators(plugin: Plugin) -> tuple[set[Communicator], set[Communicator]]:
+def _gradient_communicators(run: Run, kinds: Kinds) -> tuple[set[Communicator], set[Communicator]]:
     """Return the communicators that exchange gradients, and those that send nothing else."""
     exchanging: set[Communicator] = set()
     without_gathers: set[Communicator] = set()
-    has_delivery = plugin.run.routes.gradients().delivery is not None
-    for group in dict.fromkeys(group for _, group in plugin.served_params):
-        hierarchy = plugin.run.level(group).hierarchy
+    has_delivery = run.routes.gradients().delivery is not None
+    for level in kinds.all_levels:
+        hierarchy = level.hierarchy
         if hierarchy.gradients is not None and hierarchy.gradients is not hierarchy.intra:
             without_gathers.add(hierarchy.gradients)
-        if plugin.stock_gradients_reason is None:
-            exchanging.update(hop.communicator for hop in plugin.run.level(group).hops)
-            if has_delivery:
-                exchanging.add(hierarchy.flat)
+    for level in kinds.reducing:
+        exchanging.update(hop.communicator for hop in level.hops)
+        if has_delivery:
+            exchanging.add(level.hierarchy.flat)
     return exchanging, without_gathers
 
 
 # ---- kernels ----
 
 
-def warm_up_kernels(plugin: Plugin, device: torch.device) -> None:
-    """Launch every kernel of the engine once on ``device``: the plans of training, on zeros."""
-    for dtype in _dtypes(plugin):
-        if plugin.run.routes.sends_lossless(dtype):
-            _warm_up_lossless_differences(plugin, dtype, device)
-    for codec, dtype, is_difference in _transfers(plugin):
+def warm_up_kernels(run: Run, kinds: Kinds, device: torch.device) -> None:
+    """Launch every kernel of the run once on ``device``: the plans of training, on zeros."""
+    for dtype in kinds.weight_dtypes:
+        if run.routes.sends_lossless(dtype):
+            _warm_up_lossless_differences(run, dtype, device)
+    for codec, dtype, is_difference in _transfers(run, kinds):
         for numel, jobs in product(_sizes([codec]), _JOBS):
-            _warm_up_transfer(plugin, codec, dtype, is_difference, numel, jobs, device)
-    if plugin.stock_gradients_reason is None:
-        for hops in dict.fromkeys(
-            plugin.run.level(group).hops for _, group in plugin.served_params
-        ):
-            if hops[0].communicator.size > 1:
-                _warm_up_reductions(plugin, hops, device)
-
-
-def _dtypes(plugin: Plugin) -> list[torch.dtype]:
-    params = plugin.engine.module.parameters()
-    return sorted({p.dtype for p in params if p.is_floating_point()}, key=str)
+            _warm_up_transfer(run, codec, dtype, is_difference, numel, jobs, device)
+    for hops in dict.fromkeys(level.hops for level in kinds.reducing):
+        if hops[0].communicator.size > 1:
+            _warm_up_reductions(run, kinds, hops, device)
+    for level in kinds.reducing:
+        _warm_up_returned_sums(run, kinds, level, device)
 
 
 def _sizes(codecs: Sequence[Codec]) -> tuple[int, int]:
@@ -137,8 +149,8 @@ def _sizes(codecs: Sequence[Codec]) -> tuple[int, int]:
     return _RAGGED, whole_numel(codec for codec in codecs if isinstance(codec, GroupCodec))
 
 
-def _run(
-    plugin: Plugin,
+def _launch(
+    run: Run,
     operations: Operations,
     buffers: Sequence[Tensor],
     codecs: Sequence[Codec],
@@ -148,11 +160,11 @@ def _run(
         [BoundCodec(codec, _ADDRESS) for codec in codecs],
         [rotation] * len(codecs),
     )
-    operations.run(buffers, rng_state, backend=plugin.run.scheme.block.backend)
+    operations.run(buffers, rng_state, backend=run.scheme.block.backend)
 
 
 def _warm_up_transfer(
-    plugin: Plugin,
+    run: Run,
     codec: Codec,
     dtype: torch.dtype,
     is_difference: bool,
@@ -168,11 +180,11 @@ def _warm_up_transfer(
     encode = [(Encode(codec, numel, 0, 1, job, base=base), (0,) * 4) for job in range(jobs)]
     decode = [(Decode(codec, numel, 1, 2, job, is_difference), (0,) * 2) for job in range(jobs)]
     for operations in (Operations(encode), Operations(decode)):
-        _run(plugin, operations, [values, wire, reference], [codec] * jobs)
+        _launch(run, operations, [values, wire, reference], [codec] * jobs)
 
 
-def _warm_up_lossless_differences(plugin: Plugin, dtype: torch.dtype, device: torch.device) -> None:
-    backend = plugin.run.scheme.block.backend
+def _warm_up_lossless_differences(run: Run, dtype: torch.dtype, device: torch.device) -> None:
+    backend = run.scheme.block.backend
     for numel, change, rows in product(_LOSSLESS_NUMEL, (0, 1), _JOBS):
         reference = torch.zeros(numel, dtype=dtype, device=device)
         wire = torch.empty(max_bytes(numel), dtype=torch.uint8, device=device)
@@ -195,35 +207,37 @@ def _warm_up_lossless_differences(plugin: Plugin, dtype: torch.dtype, device: to
         )
 
 
-def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
+def _transfers(run: Run, kinds: Kinds) -> Iterator[tuple[Codec, torch.dtype, bool]]:
     """Yield codec, dtype and "is a difference" of values that are encoded and decoded.
 
     These are weights, and sums that balanced buckets deliver to their owners.
     """
-    routes = [plugin.run.routes.weights()]
-    if plugin.has_few_ranks:
-        routes.append(plugin.run.routes.weights(full_world=False))
+    routes = [run.routes.weights()]
+    if kinds.has_few_ranks:
+        routes.append(run.routes.weights(full_world=False))
     codecs: dict[tuple[Codec, bool], None] = {}
     for route in routes:
         for hop in route.hops:
             if hop.codec is not None:
                 codecs[hop.codec, hop.difference] = None
-    for dtype in _dtypes(plugin):
+    for dtype in kinds.weight_dtypes:
         yield CastCodec(dtype), dtype, False
         for codec, is_difference in codecs:
             yield codec, dtype, is_difference
-    delivery = plugin.run.routes.gradients().delivery
+    delivery = run.routes.gradients().delivery
     if delivery is not None:
-        cast = CastCodec(plugin.engine.communication_data_type)
+        cast = CastCodec(kinds.gradient_dtype)
         for codec in dict.fromkeys((cast, delivery.codec or cast)):
             yield codec, torch.float32, False
 
 
-def _warm_up_reductions(plugin: Plugin, hops: Sequence[ReductionHop], device: torch.device) -> None:
+def _warm_up_reductions(
+    run: Run, kinds: Kinds, hops: Sequence[ReductionHop], device: torch.device
+) -> None:
     """Run the kernels of a reduction over these hops, without its messages."""
-    route = plugin.run.routes.gradients(full_world=len(hops) > 1)
-    dtype = plugin.engine.communication_data_type
-    crosses_once = plugin.crosses_once(hops)
+    route = run.routes.gradients(full_world=len(hops) > 1)
+    dtype = kinds.gradient_dtype
+    crosses_once = kinds.crosses_once and len(hops) == 2
     cast = CastCodec(dtype)
     block = 0 if route.rotation is None else route.rotation.block
     hops = [replace(hop, slicing=Slicing(count=1)) for hop in hops]
@@ -243,11 +257,11 @@ def _warm_up_reductions(plugin: Plugin, hops: Sequence[ReductionHop], device: to
                 # Sums may have DeepSpeed's dtype.
                 for sums_dtype in (dtype, torch.float32):
                     sums = torch.zeros(numel, dtype=sums_dtype, device=device)
-                    _reduce(plugin, part, spec, tensors, sums)
+                    _reduce(run, part, spec, tensors, sums)
 
 
 def _reduce(
-    plugin: Plugin, part: SlicePlan, spec: GradientSpec, tensors: Sequence[Tensor], sums: Tensor
+    run: Run, part: SlicePlan, spec: GradientSpec, tensors: Sequence[Tensor], sums: Tensor
 ) -> None:
     """Run the kernels of a slice on messages of zeros."""
     jobs = len(tensors)
@@ -263,7 +277,33 @@ def _reduce(
     operations = [*enumerate(hop.encode for hop in part.hops)]
     operations += [(0, part.partial_sums), (-1, part.final_sums)]
     for depth, operation in operations:
-        _run(plugin, operation, buffers, [spec.codecs[depth]] * jobs, rotation)
+        _launch(run, operation, buffers, [spec.codecs[depth]] * jobs, rotation)
+
+
+def _warm_up_returned_sums(run: Run, kinds: Kinds, level: Level, device: torch.device) -> None:
+    """Run the kernels of sums on their way back to all replicas, without their messages."""
+    route = run.routes.gradients(full_world=level.hierarchy.intra is not None)
+    between = level.hierarchy.inter
+    if route.returned is None or between is None:
+        return
+    dtype = kinds.gradient_dtype
+    cast = CastCodec(dtype)
+    block = 0 if route.rotation is None else route.rotation.block
+    full_precision = GradientSpec((cast,))
+    quantized = GradientSpec((route.returned.codec or cast,), block, int(bool(route.flips)))
+    for spec in dict.fromkeys((full_precision, quantized)):
+        rotation = None
+        if spec.block:
+            rotation = Rotation(block=spec.block, signs=_ADDRESS if spec.flips else None)
+        for numel, jobs in product(_sizes(spec.codecs), _JOBS):
+            pieces = [Piece(between.rank, job, numel, 0, 0, 0) for job in range(jobs)]
+            returned = ReturnedSums(pieces, [spec] * jobs, between)
+            messages = torch.zeros(between.size * returned.nbytes, dtype=torch.uint8, device=device)
+            sums = torch.zeros(numel, device=device)
+            result = torch.zeros(numel, dtype=dtype, device=device)
+            codecs = [spec.codecs[0]] * jobs
+            _launch(run, returned.encode, [messages[: returned.nbytes], sums], codecs, rotation)
+            _launch(run, returned.decode, [messages, result, sums], codecs, rotation)
 
 
 def _reducers(hops: Sequence[ReductionHop]) -> list[int]:

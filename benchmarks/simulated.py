@@ -239,11 +239,9 @@ class EngineOfNobody:
     is_last_micro_step: bool = True
     stage: int = 3
 
-    @property
-    def device(self) -> torch.device:
-        for parameter in self.module.parameters():
-            return parameter.device
-        return torch.device("cpu")
+    def __post_init__(self) -> None:
+        parameter = next(self.module.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.is_last_micro_step

@@ -26,6 +26,7 @@ from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.model import STAGE
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weights import QuantizedAllGather
+from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Route, Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime.front import Workload
@@ -109,6 +110,10 @@ class SimulatedModel:
     def workload(self) -> Workload:
         """Raise RuntimeError: nobody prices a simulation."""
         raise RuntimeError("a simulated model has no prices")
+
+    def sizes(self) -> Sizes:
+        """Raise RuntimeError: nobody predicts the memory of a simulation."""
+        raise RuntimeError("a simulated model has no sizes")
 
     def set_last_backward(self, is_last: bool) -> None:
         """Declare the next backward the last one of the optimizer step, or not."""

@@ -33,7 +33,10 @@ from ds_quant.fsdp2.sharded_module import (
 from ds_quant.kernels import dispatch
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
+from ds_quant.runtime.fallback import kill_file
 from ds_quant.runtime.handshake import handshake
+from ds_quant.runtime.memory_check import Free, require_memory
+from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
 from ds_quant.runtime.warmup import warm_up
@@ -103,14 +106,35 @@ def _begin(front: AttachedModel, *, has_optimizer: bool) -> None:
     """Arm the metrics and log the start-up line."""
     if not has_optimizer:
         front.run.notices.append("no optimizer: weights are gathered only")
-    metrics = front.run.scheme.block.metrics
+    block = front.run.scheme.block
+    metrics = block.metrics
     if front.run.topology.world == 1:
         front.run.notices.append("single rank: nothing to communicate")
-    elif metrics.file is not None and metrics.interval and dist.get_rank() == 0:
-        front.write_metrics(metrics)
+    else:
+        _require_memory(front.run)
+        watches = kill_file() is not None
+        if watches:
+            front.run.notices.append(f"{KILL_VARIABLE} watched")
+        if has_optimizer and (watches or block.fallback.on_nonfinite != "skip"):
+            front.fall_back(block.fallback)
+        if metrics.file is not None and metrics.interval and dist.get_rank() == 0:
+            front.write_metrics(metrics)
     if front.run.device.type == "cuda" and front.run.topology.world > 1:
         warm_up(front.run, front.kinds())
     _announce(front)
+
+
+def _require_memory(run: Run) -> None:
+    """Refuse copies of the weights that do not fit on every rank. A collective if it keeps some."""
+    if run.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(run.device)
+        require_memory(
+            run,
+            Free(on_device=free, on_host=0),
+            on_host=False,
+            holds_gradients=False,  # the user declares micro-steps later
+            way_out="replicas (HSDP)",
+        )
 
 
 def front_of(model: nn.Module) -> AttachedModel | None:
@@ -191,11 +215,6 @@ def _refuse(config: QuantizedCommConfig, mesh: Mesh) -> None:
         )
     if config.weights.enabled and config.weights.levels == "learned":
         problems.append(f'{KEY}.weights.levels="learned": allowed under FSDP2: "uniform"')
-    if config.fallback.on_nonfinite != "skip":
-        problems.append(
-            f'{KEY}.fallback.on_nonfinite="{config.fallback.on_nonfinite}": allowed under FSDP2: '
-            '"skip"; clip_grad_norm_ with error_if_nonfinite=True ends such a run'
-        )
     if mesh.replicas > 1:
         problems += _problems_of_replicas(config, mesh)
     if problems:
@@ -243,6 +262,8 @@ def _shake_hands(model: nn.Module, config: QuantizedCommConfig, mesh: Mesh) -> T
             "torch": torch.__version__.partition("+")[0],
             "mesh": f"{mesh.replicas} x {mesh.shards}",
             "parameters": _digest(model),
+            # All ranks must vote, or none: a vote of some would hang.
+            KILL_VARIABLE: "unset" if kill_file() is None else "set",
         },
         kernels=dispatch.describe(mesh.device, config.backend),
         rank=rank,
@@ -296,8 +317,6 @@ def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> Non
 def _announce(front: AttachedModel) -> None:
     """Log the start-up line and its warnings."""
     notices = front.run.notices
-    if os.environ.get(KILL_VARIABLE, "").strip():
-        notices.append(f"{KILL_VARIABLE} is not watched under FSDP2")
     if front.mesh.is_part:
         notices.append(
             f"this model belongs to {len(front.mesh.ranks)} of {dist.get_world_size()} ranks, from "

@@ -26,6 +26,7 @@ nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -188,7 +189,22 @@ class QuantizedReduceScatter(ReduceScatter):
         while self._partial_sums:
             _, other_sums = self._partial_sums.popitem()
             self._add(other_sums, plan, output_tensor)
+        self._note_finite(plan.rows, output_tensor)
         return None
+
+    def _note_finite(self, rows: ShardedModule, output: Tensor) -> None:
+        """Note on the device if this rank's row is finite, without its padding."""
+        flags = self._run.finite_flags
+        if flags is None:
+            return
+        rank = self._run.world.shards.rank
+        values = []
+        for start, lengths in zip(rows.offsets, rows.lengths, strict=True):
+            if lengths[rank]:
+                values.append(output[start : start + lengths[rank]])
+        if values:
+            largest = torch.stack(torch._foreach_norm(values, math.inf))
+            flags.append((self._sharded.title, torch.isfinite(largest).all()))
 
     # ---- events of a step ----
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.comm.topology import Topology
 from ds_quant.config.errors import KEY
-from ds_quant.config.schema import MetricsConfig
+from ds_quant.config.schema import FallbackConfig, MetricsConfig
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_module
@@ -34,6 +34,7 @@ from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime.copies import compare_copies, differing_ranks, replicas_differ
+from ds_quant.runtime.fallback import Fallback
 from ds_quant.runtime.figures import figures
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.message_check import check_messages
@@ -110,7 +111,7 @@ class AttachedModel:
             run=self.run,
             replicas=mesh.replicas,
             before_gather=self._before_gather,
-            after_reduction=self._optimizers.after_reduction,
+            after_reduction=self._after_reduction,
         )
         self.copies: NodeCopies | None = None
         node_shards: dict[ShardedModule, NodeShard] = {}
@@ -127,6 +128,8 @@ class AttachedModel:
             for sharded in modules
         ]
         self._telemetry: Telemetry | None = None
+        self._fallback: Fallback | None = None
+        self._has_voted = False  # since the last reduction of gradients
         self._has_unchecked_messages = False
         self._undo: list[Undo] | None = None  # of ``connect``; None while nothing is attached
 
@@ -153,6 +156,11 @@ class AttachedModel:
         """Write metrics of later steps."""
         self._telemetry = Telemetry(self.run, settings)
         self._telemetry.arm()
+
+    def fall_back(self, settings: FallbackConfig) -> None:
+        """Vote before every optimizer step: see runtime/fallback.py. A collective of all ranks."""
+        self._fallback = Fallback(self.run, settings, self.resync)
+        self._fallback.vote()  # a kill file may exist already
 
     def detach(self) -> None:
         """Give FSDP2 its collectives back: the model trains on without the block.
@@ -235,6 +243,8 @@ class AttachedModel:
         if torch_names.in_backward():
             return  # an optimizer per parameter: all are checked after the step
         self._check_messages()
+        if self._fallback is not None and not has_moved and not self._has_voted:
+            self._fallback.vote()
         if self.copies is not None and not has_moved:
             self.copies.note_writes()
 
@@ -247,6 +257,8 @@ class AttachedModel:
         if is_new:
             self.step += 1
             self._forwards.after_step()
+            if self._fallback is not None:
+                self._fallback.after_step(skipped=False)
             for _, _, reduction in self.served:
                 reduction.after_step()
         self._follow_training()
@@ -258,6 +270,32 @@ class AttachedModel:
             self._compare_copies()
             if self._telemetry is not None:
                 self._telemetry.after_step()
+
+    def _after_reduction(self) -> None:
+        self._has_voted = False
+        self._optimizers.after_reduction()
+
+    def found_nonfinite(self) -> bool:
+        """Return True on all ranks if gradients of this step hold NaN or Inf on any rank.
+
+        Call it on all ranks before the optimizer steps, and skip the step then: drop the gradients
+        with ``zero_grad``. The block's ``fallback`` sends the next steps in full precision. Only
+        gradients that the block quantizes are looked at.
+
+        Raises:
+            RuntimeError: nothing is watched.
+            FloatingPointError: on all ranks, with ``fallback.on_nonfinite="raise"``.
+        """
+        if self._fallback is None or self.run.finite_flags is None:
+            raise RuntimeError(
+                f'{KEY}.fallback.on_nonfinite="skip": nothing looks at the gradients: allowed for '
+                'front.found_nonfinite(): "full_precision", "raise"'
+            )
+        found = self._fallback.vote()
+        self._has_voted = True
+        if found:
+            self._fallback.after_step(skipped=True)
+        return found
 
     def _follow_training(self) -> None:
         """Note the parameters that are trained now, and say so if they are others than before."""
@@ -281,6 +319,8 @@ class AttachedModel:
 
         parameters: ids of parameters, None for all.
         """
+        if self.run.finite_flags is not None:
+            self.run.finite_flags.clear()
         for _, _, reduction in self.served:
             reduction.discard(parameters)
 
@@ -406,24 +446,25 @@ class AttachedModel:
             for sharded, _, _ in self.served
             for param, dtype in zip(sharded.params, sharded.dtypes, strict=True)
         ]
-        gradient_dtype = self._gradient_dtype()
+        return Workload(
+            param_specs=param_specs,
+            gathers=2.0,  # in forward and in backward
+            micro_steps=self.micro_steps,
+            gradient_dtype=self._gradient_dtype(),
+        )
+
+    def sizes(self) -> Sizes:
+        """Return the sizes that decide the peak memory of a step."""
         largest = max((sharded.row_numel for sharded, _, _ in self.served), default=0)
         largest *= self.run.world.shards.size
-        sizes = Sizes(
+        return Sizes(
             trained=sum(param.shape.numel() for param in self.run.params if param.trained),
             largest=largest,
             bucket=largest,
             prefetch=largest,
-            itemsize=gradient_dtype.itemsize,
+            itemsize=self._gradient_dtype().itemsize,
             exchanged_at_once=True,
             slicing=self.run.slicing,
-        )
-        return Workload(
-            param_specs=param_specs,
-            sizes=sizes,
-            gathers=2.0,  # in forward and in backward
-            micro_steps=self.micro_steps,
-            gradient_dtype=gradient_dtype,
         )
 
     def kinds(self) -> Kinds:

@@ -26,7 +26,6 @@ class Workload:
     """
 
     param_specs: Sequence[ParamSpec]
-    sizes: Sizes
     gathers: float
     micro_steps: int
     gradient_dtype: torch.dtype
@@ -46,3 +45,6 @@ class Front(Protocol):
 
     def workload(self) -> Workload:
         """Return what an optimizer step sends now."""
+
+    def sizes(self) -> Sizes:
+        """Return the sizes that decide the peak memory of a step."""

@@ -131,6 +131,11 @@ class Run:
         self.traffic = Traffic()
         self.buffers = Buffers()
         self.message_errors = MessageErrors()
+        # Names of parameters or modules, each with a flag on the device: True if the received part
+        # of its gradient is finite. None if nobody reads the flags: see fallback.py.
+        self.finite_flags: list[tuple[str, Tensor]] | None = None
+        if self.scheme.block.fallback.on_nonfinite != "skip":
+            self.finite_flags = []
 
         # - Communicators by id of the process group, which they keep alive
         self._dist = dist
@@ -341,4 +346,4 @@ class Run:
 
     def peak_bytes(self, volume: CommVolume) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
-        return peak_bytes(volume, self.workload.sizes)
+        return peak_bytes(volume, self._front.sizes())

@@ -26,6 +26,8 @@ from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.route import Routes
 from ds_quant.runtime import handshake, message_check
 from ds_quant.runtime.copies import WeightCache, compare_copies
+from ds_quant.runtime.fallback import Fallback, kill_file
+from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
 from ds_quant.runtime.warmup import warm_up
@@ -43,10 +45,8 @@ from ds_quant.zero import (
 from ds_quant.zero.advice import advice, one_bucket_advice
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ShardOptimizer, ZeroOptimizer
 from ds_quant.zero.equal_buckets import require_equal
-from ds_quant.zero.fallback import Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
-from ds_quant.zero.memory_check import require_memory
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
@@ -293,7 +293,7 @@ def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
     watches = kill_file() is not None
     if settings.on_nonfinite == "skip" and not watches:
         return None
-    fallback = Fallback(plugin, settings)
+    fallback = Fallback(plugin.run, settings, plugin.resync)
     if watches:
         plugin.run.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may exist already
@@ -301,6 +301,18 @@ def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
 
 
 # ---- ZeRO-3 ----
+
+
+def _require_memory(plugin: Plugin) -> None:
+    """Refuse a scheme whose memory does not fit on every rank. A collective if it keeps any."""
+    engine = plugin.engine
+    require_memory(
+        plugin.run,
+        Free(accelerator.free_memory(), offload.free_host_memory()),
+        on_host=offload.offloads_parameters(engine),
+        holds_gradients=hooks.accumulates(engine),
+        way_out="zero_optimization.stage 2",
+    )
 
 
 def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
@@ -317,7 +329,7 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
             "twice"
         )
     else:
-        require_memory(plugin)
+        _require_memory(plugin)
         fetch.keep_in_node()
     plugin.hooks.on_destroy.append(fetch.close)
     if trains:
@@ -382,7 +394,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
             "engine.module; pass the module's own parameters to the optimizer"
         )
     plugin.set_served_params(served)
-    require_memory(plugin)
+    _require_memory(plugin)
     replica = Replica(plugin, optimizer)
     plugin.replica = replica
     events.around_step.append(

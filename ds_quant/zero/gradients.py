@@ -342,6 +342,6 @@ def _accumulate(
     )
 
 
-def note_finite(flags: list[tuple[Param, Tensor]], param: Param, reduced: Tensor) -> None:
+def note_finite(flags: list[tuple[str, Tensor]], param: Param, reduced: Tensor) -> None:
     """Note on the device if a reduced gradient is finite."""
-    flags.append((param, torch.isfinite(reduced).all()))
+    flags.append((param.name, torch.isfinite(reduced).all()))

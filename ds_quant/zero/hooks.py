@@ -86,7 +86,7 @@ class Hooks:
         # - Optimizer step
         # Gradients are about to be read, by the step or by user code ahead of it.
         self.before_gradients: list[Callable[[], None]] = []
-        self.before_step: list[Callable[[], None]] = []
+        self.before_step: list[Callable[[], object]] = []
         self.around_step: list[Context] = []
         # The weights are updated: the step was not skipped because of an overflow.
         self.after_update: list[Callable[[], None]] = []

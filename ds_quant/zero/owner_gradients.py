@@ -115,7 +115,7 @@ class OwnerReduction(GradientReducer):
             for values, ranks in zip(slices, owners_of(arguments), strict=True)
             if communicator.rank in ranks
         ]
-        finite_flags = self._plugin.finite_flags
+        finite_flags = self._plugin.run.finite_flags
         if finite_flags is not None:
             for begin, end in _ranges_in(bucket, own_slices):
                 for part in self._param_ranges(begin, end):
@@ -157,10 +157,10 @@ class OwnerReduction(GradientReducer):
         layout.copy_to_bucket.run(
             [sums.view(torch.uint8), bucket], _COPY, backend=communicator.backend
         )
-        if plugin.finite_flags is not None:
+        if plugin.run.finite_flags is not None:
             for (param, _), segment, _ in layout.own_sums:
                 values = bucket[segment.start : segment.start + segment.numel]
-                note_finite(plugin.finite_flags, param, values)
+                note_finite(plugin.run.finite_flags, param, values)
         outputs = arguments.get("output_bucket")
         if outputs:
             for index in own_slices:

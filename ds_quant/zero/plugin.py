@@ -68,11 +68,6 @@ class Plugin:
         # - State between steps
         self._backwards: dict[int, int] = {}  # finished in the current optimizer step
         self.requested_roles: set[str] = set()  # roles for which DeepSpeed called the plugin
-        # Parameters, each with a flag on the device: True if the received part of its gradient is
-        # finite. None if nobody reads the flags: see ``fallback.first_nonfinite``.
-        self.finite_flags: list[tuple[Param, Tensor]] | None = None
-        if scheme.block.fallback.on_nonfinite != "skip":
-            self.finite_flags = []
 
         # - Parts that ``attach`` and ``fetch`` make with this plugin; None if not needed
         self.hooks: Hooks
@@ -170,7 +165,6 @@ class Plugin:
 
     def workload(self) -> Workload:
         """Return what an optimizer step of the engine sends."""
-        params = self.run.params
         param_specs = [
             ParamSpec(
                 name=param.name,
@@ -181,13 +175,25 @@ class Plugin:
                 needs_full_gradient=param.needs_full_gradient,
                 boundary=param.boundary,
             )
-            for param in params
+            for param in self.run.params
         ]
+        engine = self.engine
+        return Workload(
+            param_specs=param_specs,
+            gathers=self.gathers,
+            micro_steps=engine.gradient_accumulation_steps(),
+            gradient_dtype=engine.communication_data_type,
+            stock_gradients=self.stock_gradients_reason is not None,
+        )
+
+    def sizes(self) -> Sizes:
+        """Return the sizes that decide the peak memory of a step."""
+        params = self.run.params
         engine = self.engine
         overlaps_on_cpu = (
             self.stage == 3 and engine.zero_overlap_comm() and self.run.device.type == "cpu"
         )
-        sizes = Sizes(
+        return Sizes(
             trained=sharded_params.elements(engine.module)[1],
             largest=max((param.shape.numel() for param in params), default=0),
             bucket=engine.zero_reduce_bucket_size(),
@@ -197,14 +203,6 @@ class Plugin:
             under_way=1 + BUCKETS_AHEAD if overlaps_on_cpu else 1,
             offloaded=offload.offloads_parameters(engine),
             slicing=self.run.slicing,
-        )
-        return Workload(
-            param_specs=param_specs,
-            sizes=sizes,
-            gathers=self.gathers,
-            micro_steps=engine.gradient_accumulation_steps(),
-            gradient_dtype=engine.communication_data_type,
-            stock_gradients=self.stock_gradients_reason is not None,
         )
 
     def kinds(self) -> Kinds:

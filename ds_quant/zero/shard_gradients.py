@@ -75,7 +75,7 @@ class ShardReduction(GradientReducer):
         flat_tensors = [tensor.reshape(-1) for tensor in tensors]
         sums = self._begin(layout, flat_tensors, plugin.run.level(group).hops)
         shards = [tensor.new_empty(0) for tensor in tensors]
-        return ShardBucket(shards, sums, plugin.finite_flags)
+        return ShardBucket(shards, sums, plugin.run.finite_flags)
 
     def _slices(
         self, params: Sequence[Param], dtypes: Sequence[torch.dtype], communicator: Communicator
@@ -110,12 +110,12 @@ class ShardBucket:
     """A bucket whose reduction to this rank's shards is running.
 
     shards: per gradient (shard numel,) in its dtype; filled by ``finish``.
-    finite_flags: see ``Plugin``.
+    finite_flags: see ``Run``.
     """
 
     shards: list[Tensor]
     sums: PendingSums
-    finite_flags: list[tuple[Param, Tensor]] | None
+    finite_flags: list[tuple[str, Tensor]] | None
     finished: bool = False
 
     def finish(self) -> list[Tensor]:

@@ -336,7 +336,6 @@ def test_a_saved_model_is_loaded_on_fewer_ranks_with_and_without_the_plugin(tmp_
             'weights.levels="learned": allowed under FSDP2: "uniform"',
         ),
         ({"gradients": {"levels": "learned"}}, 'gradients.levels="learned": not supported'),
-        ({"fallback": {"on_nonfinite": "raise"}}, "fallback.on_nonfinite"),
         ({"schem": "qsdp"}, "schem"),
     ],
 )

@@ -44,12 +44,12 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_state_is_restored_whole(logged: list[str]) -> None:
     """And what the engine had learned of weights that the state does not name is forgotten."""
     first, second = (rank_of("qsdp", **LEARNED) for _ in range(2))
-    a, _ = first.all_params()
+    a, _ = first.run.params
     a.levels = torch.linspace(-1, 1, 16)
     first.run.state.learned_at, first.run.state.exact_until = 7, 12
     for name in ("telemetry", "node_shard", "replica"):
         setattr(second, name, Mock())
-    a, b = second.all_params()
+    a, b = second.run.params
     a.levels, b.levels = torch.zeros(16), torch.ones(16)
     checkpoint.restore(second, checkpoint.dump(first))
     assert torch.equal(a.levels, torch.linspace(-1, 1, 16)) and b.levels is None
@@ -137,7 +137,8 @@ def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> No
               "inside nodes": (None, "8 bits"), "neither": (None, None),
               "frozen": ("8 bits",), "frozen, exact": (None,)}  # fmt: skip
     node = object.__new__(NodeShard)
-    node._plugin = SimpleNamespace(step=5, is_full_precision=lambda step: exact)
+    run = SimpleNamespace(is_full_precision=lambda step: exact)
+    node._plugin = SimpleNamespace(step=5, run=run)
     node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
     node._posts_at_once, node._post_until = True, lambda _: None
     node._compares_next_gather = False

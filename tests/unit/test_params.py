@@ -18,7 +18,7 @@ OWN_SIGNS = {"scheme": "eden3", "gradients": {"rotation_signs": "node"}}
 
 def param(nodes: int = 2, node_size: int = 2, **block: object) -> Param:
     world = World(nodes, node_size, module=nn.ParameterList([torch.empty(64, 64)]), **block)
-    return next(iter(world.ranks[0].all_params()))
+    return next(iter(world.ranks[0].run.params))
 
 
 def fresh(known: Param) -> Param:

@@ -40,8 +40,8 @@ def shard_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     def begin(
         *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator
     ) -> BucketLayout:
-        monkeypatch.setattr(plugin, "communicator", lambda _: link)
-        monkeypatch.setattr(plugin, "is_full_precision", lambda _: exact)
+        monkeypatch.setattr(plugin.run, "communicator", lambda _: link)
+        monkeypatch.setattr(plugin.run, "is_full_precision", lambda _: exact)
         return reduction.begin([param], [torch.empty(param.numel(), dtype=dtype)], None)
 
     return begin
@@ -60,8 +60,8 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
         *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator, range: slice,
         owner: int, divisor: float,
     ) -> BucketLayout:  # fmt: skip
-        monkeypatch.setattr(plugin, "communicator", lambda _: link)
-        monkeypatch.setattr(plugin, "is_full_precision", lambda _: exact)
+        monkeypatch.setattr(plugin.run, "communicator", lambda _: link)
+        monkeypatch.setattr(plugin.run, "is_full_precision", lambda _: exact)
         bucket = torch.empty(64)
         call = {"communication_data_type": dtype, "bucket_ranks": [owner]}
         with reduction.bucket(bucket, [param], divisor):

@@ -51,7 +51,7 @@ def test_the_world_has_two_levels_and_a_part_of_it_one(
     ranks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world()
-    first, part = made.ranks[0], made.run.communicator(ranks, 0)
+    first, part = made.ranks[0], made.communicator(ranks, 0)
     monkeypatch.setattr(first.run, "communicator", lambda group: part)
     hierarchy = first.run.level(object()).hierarchy
     assert (hierarchy.intra is None) == (hierarchy.inter is None) == (len(ranks) < 4)

@@ -156,7 +156,7 @@ class Page:
         self.case, self.world, self.ranks = case, world, len(world.ranks)
         self.nodes, self.node_size = case.topology
         self.two = self.nodes > 1 and self.node_size > 1
-        self.scheme = world.ranks[0].scheme
+        self.scheme = world.ranks[0].run.scheme
         whole = tuple(range(self.ranks))
         topology = world.ranks[0].run.topology
         levels = topology.levels() if self.two else [[whole]]

@@ -11,8 +11,8 @@ import torch
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.runtime import log
 from ds_quant.runtime.copies import checksum, outvoted
+from ds_quant.runtime.fallback import Fallback, first_nonfinite
 from ds_quant.runtime.run import SchemeState
-from ds_quant.zero.fallback import Fallback, first_nonfinite
 from ds_quant.zero.first_step import check_first_step
 
 
@@ -36,19 +36,18 @@ def test_holders_of_the_rarer_version_are_outvoted(versions: dict, expected: lis
 
 
 def test_the_first_gradient_that_is_not_finite_is_named_once() -> None:
-    a, b, c = (SimpleNamespace(name=name) for name in "abc")
-    noted: Any = [(a, torch.tensor(True)), (b, torch.tensor(False)), (c, torch.tensor(False))]
-    assert first_nonfinite(noted) is b
+    noted = [("a", torch.tensor(True)), ("b", torch.tensor(False)), ("c", torch.tensor(False))]
+    assert first_nonfinite(noted) == "b"
     assert first_nonfinite(noted) is None
 
 
-def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "log_rank0", lambda message: None)
-    engine = SimpleNamespace(global_steps=9)
-    plugin: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, finite_flags=None)
+def test_a_fallback_begins_with_the_next_step() -> None:
+    run: Any = SimpleNamespace(
+        state=SchemeState(), step=7, counted_steps=9, finite_flags=None, log=lambda message: None
+    )
     settings = FallbackConfig(on_nonfinite="full_precision", steps=3)
-    Fallback(plugin, settings)._apply_policy(0, None)
-    assert plugin.run.state.exact_until == 11 and plugin.run.state.nonfinite_steps == 1
+    Fallback(run, settings, resync=lambda: None)._apply_policy(0, None)
+    assert run.state.exact_until == 11 and run.state.nonfinite_steps == 1
 
 
 @pytest.mark.parametrize(("lossless", "warned"), [(True, []), (False, ["weights"])])
@@ -58,14 +57,18 @@ def test_lossless_differences_of_a_first_step_may_be_short(
     """A step that changes nothing sends nearly nothing, and nothing is wrong."""
     expected = {role: {"intra": 0.0, "inter": 1000.0} for role in ("weights", "gradients")}
     arrived = {"weights": {"inter": 499}, "gradients": {"inter": 501}}
-    plugin: Any = SimpleNamespace(
+    run = SimpleNamespace(
         comm_volume=lambda: SimpleNamespace(received=lambda *args, **how: expected),
         topology=SimpleNamespace(nodes=2, node_size=1),
-        scheme=SimpleNamespace(lossless=lossless), has_few_ranks=False,
+        scheme=SimpleNamespace(lossless=lossless),
+        traffic=SimpleNamespace(received=arrived),
+    )
+    plugin: Any = SimpleNamespace(
+        run=run,
+        has_few_ranks=False,
         hooks=SimpleNamespace(after_step=[], before_last_buckets=[]),
         requested_roles={"weights", "gradients"},
-        traffic=SimpleNamespace(received=arrived),
-    )  # fmt: skip
+    )
     logged: list[str] = []
     monkeypatch.setattr(log, "log_rank0", logged.append)
     check_first_step(plugin, ["weights", "gradients"])

@@ -159,12 +159,13 @@ class Job:
         monitor = SimpleNamespace(enabled=True, write_events=self.events.extend)
         self.engine = SimpleNamespace(global_steps=0, global_samples=0, monitor=monitor)
         self.traffic = Traffic()
-        plugin: Any = SimpleNamespace(
-            engine=self.engine,
+        run = SimpleNamespace(
+            device=torch.device("cpu"),
             traffic=self.traffic,
             state=SimpleNamespace(resyncs=3, nonfinite_steps=5, exact_steps=7),
             received_in_full_precision=lambda: BASELINE,
         )
+        plugin: Any = SimpleNamespace(engine=self.engine, run=run)
         settings = MetricsConfig(interval=2, file=str(file))
         self.telemetry, self._file = Telemetry(plugin, settings), file
         self.telemetry.arm()

@@ -9,6 +9,7 @@ the optimizer uses the gradients. There is no vote unless a policy or a kill fil
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,10 +18,7 @@ from torch import Tensor
 from ds_quant.config.environment import KILL_VARIABLE
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.runtime import log
-from ds_quant.runtime.param import Param
-from ds_quant.zero import hooks
-from ds_quant.zero.plugin import Plugin
-from ds_quant.zero.world import broadcast, minimum
+from ds_quant.runtime.run import Run
 
 
 def kill_file() -> Path | None:
@@ -29,28 +27,33 @@ def kill_file() -> Path | None:
     return Path(path) if path else None
 
 
-def first_nonfinite(finite_flags: list[tuple[Param, Tensor]]) -> Param | None:
-    """Return the first parameter whose gradient has NaN or Inf, and clear the flags.
+def first_nonfinite(finite_flags: list[tuple[str, Tensor]]) -> str | None:
+    """Return the first name whose gradient has NaN or Inf, and clear the flags.
 
-    finite_flags: parameters, each with a () bool tensor: True if the part of its gradient that
-        this rank received is finite. Read here together, with one wait for the device.
+    finite_flags: names of parameters or modules, each with a () bool tensor: True if the part of
+        its gradient that this rank received is finite. Read here together, with one wait for the
+        device.
     """
     if not finite_flags:
         return None
     finite = torch.stack([flag for _, flag in finite_flags]).tolist()
-    params = [param for param, _ in finite_flags]
+    names = [name for name, _ in finite_flags]
     finite_flags.clear()
-    for param, is_finite in zip(params, finite, strict=True):
+    for name, is_finite in zip(names, finite, strict=True):
         if not is_finite:
-            return param
+            return name
     return None
 
 
 class Fallback:
-    """Vote when the optimizer steps, and decide which steps use full precision."""
+    """Vote when the optimizer steps, and decide which steps use full precision.
 
-    def __init__(self, plugin: Plugin, settings: FallbackConfig) -> None:
-        self._plugin = plugin
+    resync: refills the weights that ranks keep between steps. A collective.
+    """
+
+    def __init__(self, run: Run, settings: FallbackConfig, resync: Callable[[], None]) -> None:
+        self._run = run
+        self._resync = resync
         self._policy = settings.on_nonfinite
         self._steps = settings.steps
         self._kill_file = kill_file()
@@ -60,32 +63,36 @@ class Fallback:
         self._nonfinite = False  # gradients hold NaN or Inf
         self._was_full_precision = False  # gradients were sent in full precision
 
-    def vote(self) -> None:
-        """Vote before the optimizer steps. A collective of the whole world.
+    def vote(self) -> bool:
+        """Vote before the optimizer steps. A collective of all ranks of the run.
+
+        Returns:
+            True on all ranks if a rank has found NaN or Inf.
 
         Raises:
             FloatingPointError: on all ranks, with the policy "raise".
         """
-        state, step = self._plugin.run.state, self._plugin.step
+        run = self._run
+        state, step = run.state, run.step
         if state.killed or step < state.exact_until:
             state.exact_steps += 1
-        self._was_full_precision = self._plugin.run.is_full_precision(step)
-        rank, world = hooks.rank_and_world()
-        bad = first_nonfinite(self._plugin.finite_flags or [])
+        self._was_full_precision = run.is_full_precision(step)
+        bad = first_nonfinite(run.finite_flags or [])
         self._look_for_kill_file()
-        finder, killer = minimum(
-            [
-                world if bad is None else rank,
-                rank if self._saw_kill_file else world,
-            ]
-        )
-        self._switch(killer if killer < world else None)
-        self._nonfinite = finder < world
+        flat = run.world.hierarchy.flat
+        votes = [
+            flat.size if bad is None else flat.rank,
+            flat.rank if self._saw_kill_file else flat.size,
+        ]
+        finder, killer = flat.least(torch.tensor(votes, device=run.device)).tolist()
+        self._switch(flat.ranks[killer] if killer < flat.size else None)
+        self._nonfinite = finder < flat.size
         if self._nonfinite:
-            self._apply_policy(finder, bad if finder == rank else None)
+            self._apply_policy(finder, bad)
+        return self._nonfinite
 
     def after_step(self, skipped: bool) -> None:
-        """Run after the optimizer step, or after DeepSpeed ``skipped`` the update.
+        """Run after the optimizer step, or after the update was ``skipped``.
 
         Raises:
             FloatingPointError: DeepSpeed found NaN or Inf in a gradient that it reduced itself.
@@ -94,11 +101,11 @@ class Fallback:
             self._nonfinite = True
             self._apply_policy(None, None)
         if skipped and self._nonfinite and self._policy == "full_precision":
-            # DeepSpeed repeats this step, as the first of ``steps``.
-            self._plugin.run.state.exact_until -= 1
+            # The step is repeated, as the first of ``steps``.
+            self._run.state.exact_until -= 1
         if skipped and not self._was_full_precision:
-            if self._plugin.run.is_full_precision(self._plugin.step):
-                self._plugin.resync()  # the skipped step has not refreshed the cached weights
+            if self._run.is_full_precision(self._run.step):
+                self._resync()  # the skipped step has not refreshed the cached weights
         self._nonfinite = False
 
     def _look_for_kill_file(self) -> None:
@@ -111,15 +118,16 @@ class Fallback:
             self._saw_kill_file = self._kill_file.exists()
         except OSError as error:
             if not self._logged_failed_look:
+                rank = torch.distributed.get_rank()
                 log.log_here(
-                    f"quantized_comm: rank {hooks.rank_and_world()[0]} cannot look for the file of "
+                    f"quantized_comm: rank {rank} cannot look for the file of "
                     f"{KILL_VARIABLE}: {error}; until it can, its last vote stands (logged once)"
                 )
             self._logged_failed_look = True
 
     def _switch(self, killer: int | None) -> None:
         """Set ``state.killed``. killer: lowest rank that saw the kill file, None if none did."""
-        state = self._plugin.run.state
+        state = self._run.state
         if state.killed == (killer is not None):
             return
         state.killed = killer is not None
@@ -130,29 +138,34 @@ class Fallback:
             )
         else:
             news = f"the file of {KILL_VARIABLE} is gone on all ranks: quantized again"
-        log.log_rank0(f"quantized_comm: step {self._plugin.engine.global_steps}: {news}")
+        self._run.log(f"quantized_comm: step {self._run.counted_steps}: {news}")
 
-    def _apply_policy(self, finder: int | None, param: Param | None) -> None:
+    def _apply_policy(self, finder: int | None, bad: str | None) -> None:
         """Raise, or schedule steps in full precision.
 
-        finder: rank that received NaN or Inf; None if DeepSpeed found it. param: on that rank, the
-            parameter whose gradient it is.
+        finder: index of the rank that received NaN or Inf; None if DeepSpeed found it. bad: on that
+            rank, the name of what has this gradient.
         """
-        state, step = self._plugin.run.state, self._plugin.engine.global_steps
+        run = self._run
+        state, step = run.state, run.counted_steps
         state.nonfinite_steps += 1
         if self._policy == "raise":
             where = "a parameter that DeepSpeed reduces itself"
             if finder is not None:
-                name = broadcast(None if param is None else param.name, source=finder)
-                where = f"{name}, received by rank {finder}"
+                flat = run.world.hierarchy.flat
+                names = [bad]
+                torch.distributed.broadcast_object_list(
+                    names, src=flat.ranks[finder], group=flat.process_group
+                )
+                where = f"{names[0]}, received by rank {flat.ranks[finder]}"
             raise FloatingPointError(
                 f"quantized_comm: step {step}: NaN or Inf in the gradient of {where}. Training "
                 'ends because quantized_comm.fallback.on_nonfinite="raise"; resume from the last '
                 'checkpoint, or set it to "skip" or "full_precision"'
             )
-        state.exact_until = self._plugin.step + 1 + self._steps
+        state.exact_until = run.step + 1 + self._steps
         if state.nonfinite_steps == 1:
-            log.log_rank0(
+            run.log(
                 f"quantized_comm: step {step}: gradients hold NaN or Inf; the next {self._steps} "
                 "steps travel in full precision (logged once, ds_quant.report counts)"
             )

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-from ds_quant.zero import accelerator, hooks, offload
-from ds_quant.zero.plugin import Plugin
-from ds_quant.zero.world import minimum
+from typing import NamedTuple
+
+import torch
+
+from ds_quant.runtime.run import Run
 
 _GB = 1e9
 
 
-def require_memory(plugin: Plugin) -> None:
+class Free(NamedTuple):
+    """Bytes that this rank can still allocate, on the device and in host memory."""
+
+    on_device: int
+    on_host: int
+
+
+def require_memory(
+    run: Run, free_here: Free, *, on_host: bool, holds_gradients: bool, way_out: str
+) -> None:
     """Compare the memory that the scheme keeps with the free memory of the fullest rank.
 
     Counts the node shard between steps, and the partial sums of gradients within a step. A
     collective if the scheme keeps either.
 
+    Args:
+        on_host: the node shard is kept in host memory.
+        holds_gradients: an optimizer step has several micro-steps.
+        way_out: a setting under which nothing is kept.
+
     Raises:
         RuntimeError: on all ranks, if it does not fit on one.
     """
-    comm_volume = plugin.run.comm_volume()
+    comm_volume = run.comm_volume()
     node_shard = comm_volume.memory * comm_volume.numel
     partial_sums = 0.0
-    if hooks.accumulates(plugin.engine):
+    if holds_gradients:
         partial_sums = comm_volume.partial_sums * comm_volume.numel
     if not (node_shard or partial_sums):
         return
-    free, free_on_host = minimum([accelerator.free_memory(), offload.free_host_memory()])
-    if offload.offloads_parameters(plugin.engine):
-        _require_on_host(node_shard * plugin.run.topology.node_size, free_on_host)
+    votes = torch.tensor(free_here, device=run.device)
+    free, free_on_host = run.world.hierarchy.flat.least(votes).tolist()
+    smaller = f'use more ranks per node, {way_out}, or a scheme without a node shard such as "qsdp"'
+    if on_host:
+        _require_on_host(node_shard * run.topology.node_size, free_on_host, smaller)
         node_shard = 0.0  # takes no memory of the device
     else:
-        _require_node_shard(node_shard, free)
+        _require_node_shard(node_shard, free, smaller)
     _require_partial_sums(partial_sums, node_shard, free)
-    messages = plugin.run.peak_bytes(comm_volume)
+    messages = run.peak_bytes(comm_volume)
     if node_shard + partial_sums + messages > free:
         sizes = {
             "node shard": node_shard,
@@ -40,7 +58,7 @@ def require_memory(plugin: Plugin) -> None:
             "messages": messages,
         }
         needed = [f"{size / _GB:.3g} GB of {name}" for name, size in sizes.items() if size]
-        plugin.run.notices.append(
+        run.notices.append(
             f"may run out of memory: {' and '.join(needed)} are needed, {_free_on_device(free)}"
         )
 
@@ -49,26 +67,20 @@ def _free_on_device(free: int) -> str:
     return f"{free / _GB:.3g} GB of memory are free on the fullest device"
 
 
-_SMALLER = (
-    "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard such as "
-    '"qsdp"'
-)
-
-
-def _require_on_host(node_shards: float, free: int) -> None:
+def _require_on_host(node_shards: float, free: int, smaller: str) -> None:
     """node_shards: bytes of all ranks of a node together."""
     if node_shards > free:
         raise RuntimeError(
             f"quantized_comm: the node shard takes {node_shards / _GB:.3g} GB of host memory in "
-            f"every node, but {free / _GB:.3g} GB are free in the fullest one; {_SMALLER}"
+            f"every node, but {free / _GB:.3g} GB are free in the fullest one; {smaller}"
         )
 
 
-def _require_node_shard(node_shard: float, free: int) -> None:
+def _require_node_shard(node_shard: float, free: int, smaller: str) -> None:
     if node_shard > free:
         raise RuntimeError(
             f"quantized_comm: the node shard takes {node_shard / _GB:.3g} GB on every rank, but "
-            f"{_free_on_device(free)}; {_SMALLER}"
+            f"{_free_on_device(free)}; {smaller}"
         )
 
 

@@ -1,0 +1,120 @@
+"""FSDP2: steps in full precision after NaN or Inf, and while a kill file exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_quant
+from ds_quant import fsdp2
+from tests.distributed.harness import on_ranks, scratch
+from tests.distributed.test_fsdp2_between_steps import rows, sgd, sharded
+
+BLOCK = {"scheme": "qsdp", "node_size": 2, "min_numel": 64}
+
+
+def received(model: Any) -> float:
+    """Return the bytes of gradients that this rank has received between nodes."""
+    return ds_quant.report(model)["received_bytes"]["gradients"]["inter"]
+
+
+def backward(model: Any, seed: int, *, spoilt: bool = False) -> float:
+    """Run forward and backward; return the bytes between nodes. spoilt: on the last rank."""
+    before = received(model)
+    factor = float("inf") if spoilt and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+    (model(rows(seed)).float().square().mean() * factor).backward()
+    return received(model) - before
+
+
+@on_ranks(4)
+def test_a_loop_skips_a_step_together_and_the_next_ones_are_exact() -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    fallback = {"on_nonfinite": "full_precision", "steps": 2}
+    front = fsdp2.attach(model, {**BLOCK, "fallback": fallback}, optimizer=optimizer)
+    taken = []
+    sent = []
+    for step in range(6):
+        sent.append(backward(model, step, spoilt=step == 1))
+        if front.found_nonfinite():
+            optimizer.zero_grad()
+            continue
+        taken.append(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert taken == [0, 2, 3, 4, 5]
+    quantized, exact = sent[0], sent[2]
+    assert exact > 2 * quantized
+    assert sent == [quantized, quantized, exact, exact, quantized, quantized]
+    figures = ds_quant.report(model)
+    assert figures["nonfinite_steps"] == 1 and figures["exact_steps"] == 2
+    assert all(p.isfinite().all() for p in (q.full_tensor() for q in model.parameters()))
+
+
+@on_ranks(4)
+def test_a_step_with_inf_ends_all_ranks_if_asked_to() -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    block = {**BLOCK, "fallback": {"on_nonfinite": "raise"}}
+    fsdp2.attach(model, block, optimizer=optimizer)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1, spoilt=True)
+    optimizer.zero_grad()  # an accumulation that is given up counts no more
+    backward(model, 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 3, spoilt=True)
+    with pytest.raises(FloatingPointError, match=r"step 2: NaN or Inf in the gradient of .*rank"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_that_nothing_looks_at_are_no_finite_ones() -> None:
+    model = sharded()
+    front = fsdp2.attach(model, "qsdp", optimizer=sgd(model))
+    with pytest.raises(RuntimeError, match=r'fallback.on_nonfinite="skip": nothing looks'):
+        front.found_nonfinite()
+
+
+@on_ranks(4)
+def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
+    file = Path(scratch()) / f"kill {dist.get_rank()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_QUANT_KILL_FILE", str(file))
+        model = sharded()
+        optimizer = sgd(model)
+        front = fsdp2.attach(model, BLOCK, optimizer=optimizer)
+    assert "DS_QUANT_KILL_FILE watched" in front.line
+    sent = []
+    for step in range(4):
+        if step == 1 and dist.get_rank() == 3:
+            file.touch()
+        if step == 2:
+            file.unlink(missing_ok=True)
+        sent.append(backward(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    quantized, exact = sent[0], sent[2]
+    assert exact > 2 * quantized
+    assert sent == [quantized, quantized, exact, quantized]
+
+
+@on_ranks(4)
+def test_nothing_changes_where_all_gradients_are_finite() -> None:
+    found = []
+    for fallback in ({}, {"fallback": {"on_nonfinite": "full_precision"}}):
+        model = sharded()
+        optimizer = sgd(model)
+        fsdp2.attach(model, {**BLOCK, **fallback}, optimizer=optimizer)
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.full_tensor().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -190,9 +190,7 @@ class Replicas:
                 "several nodes of several ranks; take sums=zero3"
             )
         if scheme.level_steps:
-            raise ValueError(
-                f'sums={way!r} with weights.levels="learned": allowed: "uniform", as under FSDP2'
-            )
+            raise ValueError(f'sums={way!r} with weights.levels="learned": allowed: "uniform"')
         routes = ReplicaRoutes(
             scheme=scheme,
             stage=STAGE,

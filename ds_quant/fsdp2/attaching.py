@@ -28,10 +28,13 @@ from ds_quant.fsdp2.sharded_module import (
     Mesh,
     mesh_of,
     refuse_unsupported,
+    sharded_modules,
     sharded_parameters,
 )
 from ds_quant.kernels import dispatch
 from ds_quant.policy import refusals
+from ds_quant.policy.autotune import Work
+from ds_quant.policy.route import Routes
 from ds_quant.runtime import log
 from ds_quant.runtime.fallback import kill_file
 from ds_quant.runtime.handshake import handshake
@@ -39,6 +42,7 @@ from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
+from ds_quant.runtime.tuning import tuned
 from ds_quant.runtime.warmup import warm_up
 
 
@@ -90,9 +94,22 @@ def attach(
     _refuse(config, mesh)
     refuse_unsupported(model, mesh)
     _refuse_optimizers(model, optimizers)
-    scheme = config.to_scheme()
     topology = _shake_hands(model, config, mesh)
-    front = AttachedModel(model, scheme, topology, mesh)
+    notices: list[str] = []
+    if config.scheme == AUTOTUNE:
+        config, reason = tuned(
+            config,
+            topology,
+            _work(model, mesh),
+            stage=STAGE,
+            process_group=mesh.shard_group,
+            device=mesh.device,
+            has_streams=mesh.device.type != "cpu",
+            dist=dist,
+        )
+        notices += [reason] if reason else []
+    front = AttachedModel(model, config.to_scheme(), topology, mesh)
+    front.run.notices[:0] = notices
     front.connect(model, optimizers)
     try:
         _begin(front, has_optimizer=bool(optimizers))
@@ -100,6 +117,25 @@ def attach(
         front.detach()
         raise
     return front
+
+
+def _work(model: nn.Module, mesh: Mesh) -> Work:
+    """Return the sizes of a step's messages."""
+    full_precision = parse_block({"scheme": "full_precision"}).to_scheme()
+    routes = Routes(scheme=full_precision, stage=STAGE, nodes=1, node_size=mesh.shards)
+    modules = sharded_modules(model, routes, mesh)
+    numels = [sum(param.shape.numel() for param in sharded.params) for sharded in modules]
+    params = [param for sharded in modules for param in sharded.params]
+    return Work(
+        numel=sum(numels),
+        trained=sum(param.shape.numel() for param in params if param.trained),
+        gather=max(numels),
+        bucket=max(numels),
+        dtype=modules[0].dtype,
+        gradients=modules[0].gradient_dtype,
+        micro_steps=1,
+        gathers=2.0,  # in forward and in backward
+    )
 
 
 def _begin(front: AttachedModel, *, has_optimizer: bool) -> None:
@@ -209,12 +245,10 @@ def _refuse(config: QuantizedCommConfig, mesh: Mesh) -> None:
         ConfigError: naming each setting, its value, what is allowed and the way out.
     """
     problems = []
-    if config.scheme == AUTOTUNE:
+    if config.scheme == AUTOTUNE and mesh.replicas > 1:
         problems.append(
-            f'{KEY}.scheme="{AUTOTUNE}": allowed under FSDP2: a preset, see docs/choosing.md'
+            f'{KEY}.scheme="{AUTOTUNE}": allowed with replicas: a preset, such as "eden4"'
         )
-    if config.weights.enabled and config.weights.levels == "learned":
-        problems.append(f'{KEY}.weights.levels="learned": allowed under FSDP2: "uniform"')
     if mesh.replicas > 1:
         problems += _problems_of_replicas(config, mesh)
     if problems:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from statistics import median_low
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ds_quant.codec.codec import CAST_NAMES
+from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.comm.topology import Topology
+from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import KEY
 from ds_quant.config.schema import FallbackConfig, MetricsConfig
 from ds_quant.fsdp2 import torch_names
@@ -262,6 +263,8 @@ class AttachedModel:
             for _, _, reduction in self.served:
                 reduction.after_step()
         self._follow_training()
+        if self.run.scheme.level_steps:
+            self.run.learn_levels(self.step, self._own_values())
         _, exchanges = self.context.weights_version
         self.context.weights_version = self.step, exchanges + 1
         if self.copies is not None:
@@ -323,6 +326,16 @@ class AttachedModel:
             self.run.finite_flags.clear()
         for _, _, reduction in self.served:
             reduction.discard(parameters)
+
+    def _own_values(self) -> Iterator[tuple[Param, Tensor, Communicator]]:
+        """Yield every parameter, this rank's shard as it is sent, and the ranks that share it."""
+        shards = self.run.world.shards
+        for sharded, _, _ in self.served:
+            if sharded.fsdp_gathers:
+                continue
+            rows = zip(sharded.params, sharded.shards(), sharded.lengths, strict=True)
+            for param, shard, lengths in rows:
+                yield param, shard[: lengths[shards.rank]].to(sharded.dtype), shards.flat
 
     def _require_no_partial_sums(self, event: str) -> None:
         """Raise RuntimeError if gradients wait for a backward that was declared the last one."""
@@ -400,22 +413,47 @@ class AttachedModel:
             self.copies.resync()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint: the number of optimizer steps.
+        """Return the state of a checkpoint: the number of optimizer steps, and what is learned.
 
-        Nodes receive exact weights in the next forward, so that this run goes on as one that loads
-        the checkpoint.
+        The keys of one scheme are always the same. Nodes receive exact weights in the next forward,
+        so that this run goes on as one that loads the checkpoint.
         """
         self.resync()
-        return {"step": self.step + self._optimizers.begun}
+        state: dict[str, Any] = {"step": self.step + self._optimizers.begun}
+        if self.run.finite_flags is not None:
+            state["exact_until"] = self.run.state.exact_until
+        if self.run.scheme.level_steps:
+            state["learned_at"] = self.run.state.learned_at
+            state["levels"] = self._levels()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a checkpoint's state; the next forward fills weights that nodes keep."""
         self.step = int(state["step"])
+        self.run.state.exact_until = int(state.get("exact_until", 0))
+        self.run.state.learned_at = int(state.get("learned_at", 0))
+        levels: dict[str, Tensor] = state.get("levels", {})
+        for param in self.run.params:
+            table = levels.get(param.name)
+            param.levels = None if table is None else table.to(self.run.device)
         _, exchanges = self.context.weights_version
         self.context.weights_version = self.step, exchanges + 1
         self.resync()
         if self._telemetry is not None:
             self._telemetry.arm()  # the step has jumped
+
+    def _levels(self) -> dict[str, Tensor]:
+        """Return the levels of all parameters that have some, by name: (2^bits,) fp32 each."""
+        codec = self.run.scheme.weights
+        assert isinstance(codec, GroupCodec)  # other codecs have no levels
+        levels: dict[str, Tensor] = {}
+        for sharded, _, _ in self.served:
+            for param in sharded.params:
+                if param.is_quantized(sharded.dtype):
+                    table = codec.table(param.levels, torch.device("cpu"))
+                    assert table is not None
+                    levels[param.name] = table.cpu().clone()
+        return levels
 
     # ---- figures ----
 

@@ -1,8 +1,4 @@
-"""Attach a scheme to a DeepSpeed engine, and serve the public functions of the package.
-
-With "autotune" all ranks measure at once, so that communicators and codecs see the load of a real
-step; rank 0 decides for all.
-"""
+"""Attach a scheme to a DeepSpeed engine, and serve the public functions of the package."""
 
 from __future__ import annotations
 
@@ -14,22 +10,19 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.module import load as load_codec
-from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Communicator
 from ds_quant.config.environment import KILL_VARIABLE, VARIABLE
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
-from ds_quant.policy import autotune, choosing, refusals
-from ds_quant.policy.route import Routes
+from ds_quant.policy import autotune, refusals
 from ds_quant.runtime import handshake, message_check
 from ds_quant.runtime.copies import WeightCache, compare_copies
 from ds_quant.runtime.fallback import Fallback, kill_file
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
+from ds_quant.runtime.tuning import tuned
 from ds_quant.runtime.warmup import warm_up
 from ds_quant.zero import (
     accelerator,
@@ -56,44 +49,8 @@ from ds_quant.zero.report import figures
 from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.startup_line import line_of
 from ds_quant.zero.telemetry import Telemetry, is_read
-from ds_quant.zero.world import broadcast, level_groups
 
 # ---- autotune ----
-
-
-def tune(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> dict[str, float]:
-    """Return the seconds of a step's messages by scheme, equal on all ranks. A collective.
-
-    Measures the candidates that start-up would accept.
-    """
-    stage, device = engine.zero_optimization_stage(), accelerator.device()
-    nodes, node_size = topology.nodes, topology.node_size
-    stock_gradients = muon.stock_gradients_reason(engine) is not None
-    groups: tuple[Any, ...] = (None,)  # the world
-    if 1 < node_size < topology.world:
-        groups = (None, *level_groups(topology))
-    traffic = Traffic()  # not the engine's: the report leaves out these messages
-    hierarchy = HierarchicalCommunicator(
-        *[
-            Communicator(group, topology=topology, traffic=traffic, backend=config.backend)
-            for group in groups
-        ]
-    )
-    work = _work(engine, stage)
-    seconds: dict[str, float] = {}
-    place = choosing.Place(stage, nodes, node_size, config.allow_full_replica)
-    for name in choosing.autotune_candidates(place):
-        candidate = config.with_scheme(name)
-        if refusals.can_start(candidate, stage=stage, world=topology.world, node_size=node_size):
-            routes = Routes(
-                scheme=candidate.to_scheme(),
-                stage=stage,
-                nodes=nodes,
-                node_size=node_size,
-                stock_gradients=stock_gradients,
-            )
-            seconds[name] = autotune.step_seconds(routes, hierarchy, work, device)
-    return broadcast(seconds, source=0)
 
 
 def _work(engine: Engine, stage: int) -> autotune.Work:
@@ -189,18 +146,25 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
             node_size=topology.node_size,
             model_bytes=sharded_params.total_bytes(engine.module),
         )
+    stock_gradients_reason = muon.stock_gradients_reason(engine)
     notices: list[str] = []
-    if config.scheme == AUTOTUNE and topology.world == 1:
-        config = config.with_scheme("full_precision")
-    elif config.scheme == AUTOTUNE:
-        seconds = tune(engine, config, topology)
-        config = config.with_scheme(autotune.choose(seconds))
-        notices.append(autotune.reason(seconds))
+    if config.scheme == AUTOTUNE:
+        config, reason = tuned(
+            config,
+            topology,
+            _work(engine, stage),
+            stage=stage,
+            process_group=None,
+            device=accelerator.device(),
+            has_streams=accelerator.has_streams(),
+            stock_gradients=stock_gradients_reason is not None,
+        )
+        notices += [reason] if reason else []
     return Plugin(
         engine,
         config.to_scheme(),
         topology,
-        stock_gradients_reason=muon.stock_gradients_reason(engine),
+        stock_gradients_reason=stock_gradients_reason,
         gathers=predicted_gathers(engine) if stage == 3 else 1.0,
         notices=notices,
     )

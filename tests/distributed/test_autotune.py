@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import ds_quant
+from ds_quant import fsdp2
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.models import engine_of, train_steps
+from tests.distributed.test_fsdp2_between_steps import rows, sgd, sharded
 from tests.thin import every_second
 
 Rate = tuple[float, float]  # bytes per second into a rank and seconds per message
@@ -110,6 +112,21 @@ def test_a_full_replica_is_taken_only_where_it_is_allowed(
     simulate(SLOW, 1)
     report = ds_quant.report(autotuned(3, 1, **block))
     assert report["scheme"] == expected and ("single rank" in report["line"]) == (world == 1)
+
+
+@on_ranks(4)
+def test_a_model_under_fsdp2_takes_the_fastest_on_its_links() -> None:
+    simulate(SLOW, 2)
+    model = sharded()
+    optimizer = sgd(model)
+    block = {"scheme": "autotune", "node_size": 2, "min_numel": 0}
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+    assert front.line.startswith("eden4 on FSDP2") and "chosen by autotune: " in front.line
+    assert of_all_ranks(front.line) == [front.line] * 4
+    received = ds_quant.report(model)["received_bytes"]
+    assert not any(nbytes for links in received.values() for nbytes in links.values())
+    model(rows(0)).sum().backward()
+    optimizer.step()
 
 
 @on_ranks()

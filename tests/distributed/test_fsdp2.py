@@ -330,11 +330,6 @@ def test_a_saved_model_is_loaded_on_fewer_ranks_with_and_without_the_plugin(tmp_
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"scheme": "autotune"}, 'scheme="autotune": allowed under FSDP2'),
-        (
-            {"scheme": "qsdp", "weights": {"levels": "learned", "rounding": "nearest"}},
-            'weights.levels="learned": allowed under FSDP2: "uniform"',
-        ),
         ({"gradients": {"levels": "learned"}}, 'gradients.levels="learned": not supported'),
         ({"schem": "qsdp"}, "schem"),
     ],

@@ -23,7 +23,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-RANGE = re.compile(r"ds_quant::(?P<action>\w+) (?P<role>\w+) (?P<hop>\w+)")
+RANGE = re.compile(r"ds_quant::(?P<action>\w+) (?P<role>weights|gradients) (?P<hop>intra|inter)")
 COMPUTE = re.compile(
     r"aten::(addmm|mm|bmm|matmul|linear|_scaled_dot_product\w*|native_layer_norm)$"
 )

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.comm.returned_sums import Piece, ReturnedSums
@@ -136,12 +137,13 @@ class QuantizedReduceScatter(ReduceScatter):
 
         def post_backward(*unused: Any) -> None:
             self._before_reduction()
-            if has_replicas and not self._crosses:
-                # FSDP2 calls the user's hook in backwards that reduce over the replicas only.
-                with torch_names.without_all_reduce_hook(group):
+            with profiler_range("reduce", self._sharded.title):
+                if has_replicas and not self._crosses:
+                    # FSDP2 calls the user's hook in backwards that reduce over the replicas only.
+                    with torch_names.without_all_reduce_hook(group):
+                        reduce(*unused)
+                else:
                     reduce(*unused)
-            else:
-                reduce(*unused)
             for partial_sums in self._partial_sums.values():
                 partial_sums.note_versions()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.message import GatherSlice, Message
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.transport import Pending
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.node_shard import NodeShard
@@ -86,10 +87,11 @@ class QuantizedAllGather(AllGather):
         if input_tensor.numel() != self._sharded.row_numel:
             # reshard_after_forward=int gathers weights that are decoded already, inside a node.
             return self._own(output_tensor, input_tensor, group, async_op)
-        if self._node_shard is not None:
-            pending = self._node_shard.gather(output_tensor)
-        else:
-            pending = self._gather(output_tensor, input_tensor)
+        with profiler_range("gather", self._sharded.title):
+            if self._node_shard is not None:
+                pending = self._node_shard.gather(output_tensor)
+            else:
+                pending = self._gather(output_tensor, input_tensor)
         if async_op:
             return _Gathering(pending)
         pending.wait()

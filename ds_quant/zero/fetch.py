@@ -27,6 +27,7 @@ from torch import Tensor
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import all_gather
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.small_tensors import SMALL_NUMEL, small_tensors_last
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.runtime.param import ABSENT, DECODED, EXACT, Param
@@ -225,9 +226,13 @@ class Fetch:
                 foreign.append(p)
                 self._pop_decoded(p)
         self.barrier.wait()
-        gathers = [self._gather(group_params) for group_params in by_group.values()]
+        gathers: list[_Gather] = []
+        for group_params in by_group.values():
+            with profiler_range("gather", group_params[0].name):
+                gathers.append(self._gather(group_params))
         if in_node:
-            gathers.append(self._gather_in_node(in_node))
+            with profiler_range("gather", in_node[0].name):
+                gathers.append(self._gather_in_node(in_node))
         if not foreign:
             return _FetchHandle(gathers)
         foreign_handle = original(foreign, *args, **kwargs)

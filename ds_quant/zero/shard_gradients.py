@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduction_plan import shards_of
 from ds_quant.comm.small_tensors import is_tight, small_tensors_last
 from ds_quant.comm.transport import Communicator
@@ -73,7 +74,9 @@ class ShardReduction(GradientReducer):
                 sums_dtype=dtypes[0] if has_one_dtype else torch.float32,
             )
         flat_tensors = [tensor.reshape(-1) for tensor in tensors]
-        sums = self._begin(layout, flat_tensors, plugin.run.level(group).hops)
+        first = plugin.param_of(params[0])
+        with profiler_range("reduce", "" if first is None else first.name):
+            sums = self._begin(layout, flat_tensors, plugin.run.level(group).hops)
         shards = [tensor.new_empty(0) for tensor in tensors]
         return ShardBucket(shards, sums, plugin.run.finite_flags)
 

@@ -7,9 +7,11 @@ from unittest.mock import patch
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from ds_quant import fsdp2
 from ds_quant.comm import profiling
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import engine_of, train_step
+from tests.distributed.test_fsdp2_between_steps import rows, sgd, sharded
 
 TWO_HOPS = {
     *(f"{action} weights {hop}" for action in ("encode", "all_gather", "wait", "decode")
@@ -38,6 +40,23 @@ def test_a_trace_names_every_action_with_its_role_and_hop(
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         train_step(engine, 1)
     names = {event.name for event in recorded.events() if event.name.startswith("ds_quant::")}
+    found = {name.removeprefix("ds_quant::") for name in names}
+    assert expected <= found
+    if stage == 3:
+        for action in ("gather", "reduce"):  # the first parameter of what is posted
+            assert any(f"{action} {name}" in found for name, _ in engine.module.named_parameters())
+
+
+@on_ranks(4)
+def test_a_trace_under_fsdp2_names_the_modules() -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    fsdp2.attach(model, {"scheme": "sdp4bit", "node_size": 2}, optimizer=optimizer)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        model(rows(0)).sum().backward()
+    names = {event.name for event in recorded.events()}
+    expected = {f"{action} {module}" for action in ("gather", "reduce")
+                for module in ("first", "second", "third", "the root")}  # fmt: skip
     assert expected <= {name.removeprefix("ds_quant::") for name in names}
 
 

@@ -42,7 +42,7 @@ from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import Level, ProcessGroups, Run
 from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.partial_gradients import PartialGradients
-from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.plugin import Plugin, params_of
 from ds_quant.zero.shard_gradients import ShardReduction
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class SimulatedRank(Plugin):
         return SimulatedRun(
             self,
             routes,
-            self._params.values(),
+            params_of(self.engine, routes),
             rank=self.number,
             network=self.network,
             device=self.engine.device,

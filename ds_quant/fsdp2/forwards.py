@@ -7,6 +7,7 @@ import torch
 from ds_quant.config.errors import KEY
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.steps_vote import StepsVote
 from ds_quant.runtime.run import Run
 
 _MANY_FORWARDS = 1000  # without an optimizer step
@@ -23,6 +24,9 @@ class Forwards:
         self._is_about_to_begin = True  # nothing has been gathered in this forward
         self._gathered: set[ShardedModule] = set()  # in this forward
         self._with_gradients = 0  # since the last optimizer step
+        self._steps_vote: StepsVote | None = None  # where nothing depends on the step
+        if run.scheme.weights is not None or run.scheme.gradients is not None:
+            self._steps_vote = StepsVote(run.world.hierarchy.flat, run.device)
 
     def expect(self) -> None:
         """Note that the forward of the root, or of a module that no other calls, begins."""
@@ -35,6 +39,15 @@ class Forwards:
             return True
         self._gathered.add(sharded)
         return False
+
+    def compare_steps(self) -> None:
+        """Compare the optimizer steps of all ranks. A collective, if random bits depend on them.
+
+        Raises:
+            UnequalSteps: on all ranks, if they differed in the last forward.
+        """
+        if self._steps_vote is not None:
+            self._steps_vote.compare(self._run.step)
 
     def begin_with(self, sharded: ShardedModule) -> None:
         """Note that a forward has begun with the gather of a module."""

@@ -27,7 +27,6 @@ from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.notices import weights_in_full
 from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.sharded_module import Mesh, ShardedModule, gathered_by_fsdp, sharded_modules
-from ds_quant.fsdp2.steps_vote import StepsVote
 from ds_quant.fsdp2.telemetry import Telemetry
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec
@@ -103,9 +102,6 @@ class AttachedModel:
             dist=torch.distributed,
             notices=[*gathered_by_fsdp(modules), *weights_in_full(routes, modules)],
         )
-        self._steps_vote: StepsVote | None = None  # where nothing depends on the step
-        if scheme.weights is not None or scheme.gradients is not None:
-            self._steps_vote = StepsVote(self.run.world.hierarchy.flat, self.run.device)
         self._forwards = Forwards(self.run)
         self._optimizers = OptimizerSteps(self)
         self.context = Context(
@@ -130,7 +126,6 @@ class AttachedModel:
         ]
         self._telemetry: Telemetry | None = None
         self._fallback: Fallback | None = None
-        self._has_voted = False  # since the last reduction of gradients
         self._has_unchecked_messages = False
         self._undo: list[Undo] | None = None  # of ``connect``; None while nothing is attached
 
@@ -162,6 +157,7 @@ class AttachedModel:
         """Vote before every optimizer step: see runtime/fallback.py. A collective of all ranks."""
         self._fallback = Fallback(self.run, settings, self.resync)
         self._fallback.vote()  # a kill file may exist already
+        self._fallback.has_voted = False
 
     def detach(self) -> None:
         """Give FSDP2 its collectives back: the model trains on without the block.
@@ -206,8 +202,8 @@ class AttachedModel:
         try:
             if self.copies is not None:
                 self.copies.fill_written()
-            elif self._steps_vote is not None:
-                self._steps_vote.compare(self.step)
+            else:
+                self._forwards.compare_steps()
         except UnequalSteps as unequal:
             least, most = unequal.args
             raise RuntimeError(
@@ -244,7 +240,7 @@ class AttachedModel:
         if torch_names.in_backward():
             return  # an optimizer per parameter: all are checked after the step
         self._check_messages()
-        if self._fallback is not None and not has_moved and not self._has_voted:
+        if self._fallback is not None and not self._fallback.has_voted:
             self._fallback.vote()
         if self.copies is not None and not has_moved:
             self.copies.note_writes()
@@ -275,7 +271,8 @@ class AttachedModel:
                 self._telemetry.after_step()
 
     def _after_reduction(self) -> None:
-        self._has_voted = False
+        if self._fallback is not None:
+            self._fallback.has_voted = False
         self._optimizers.after_reduction()
 
     def found_nonfinite(self) -> bool:
@@ -295,7 +292,6 @@ class AttachedModel:
                 'front.found_nonfinite(): "full_precision", "raise"'
             )
         found = self._fallback.vote()
-        self._has_voted = True
         if found:
             self._fallback.after_step(skipped=True)
         return found

@@ -49,6 +49,8 @@ class Fallback:
     """Vote when the optimizer steps, and decide which steps use full precision.
 
     resync: refills the weights that ranks keep between steps. A collective.
+
+    has_voted: True after ``vote``; the front clears it when it reduces other gradients.
     """
 
     def __init__(self, run: Run, settings: FallbackConfig, resync: Callable[[], None]) -> None:
@@ -59,6 +61,7 @@ class Fallback:
         self._kill_file = kill_file()
         self._saw_kill_file = False  # on this rank, when it last could look
         self._logged_failed_look = False
+        self.has_voted = False
         # Of the step being taken:
         self._nonfinite = False  # gradients hold NaN or Inf
         self._was_full_precision = False  # gradients were sent in full precision
@@ -77,6 +80,7 @@ class Fallback:
         if state.killed or step < state.exact_until:
             state.exact_steps += 1
         self._was_full_precision = run.is_full_precision(step)
+        self.has_voted = True
         bad = first_nonfinite(run.finite_flags or [])
         self._look_for_kill_file()
         flat = run.world.hierarchy.flat

@@ -124,6 +124,7 @@ class Run:
         self.topology = topology
         self.device = device
         self.params = list(params)
+        self._param_by_id = {id(param.tensor): param for param in self.params}
         self.state = SchemeState()
         self.notices = list(notices)
 
@@ -178,6 +179,10 @@ class Run:
     @property
     def _first_rank(self) -> int:
         return self.topology.ranks[0] if self.topology.ranks else 0
+
+    def param_of(self, parameter: Tensor) -> Param | None:
+        """Return the record of a parameter, None if the model did not have it at the start."""
+        return self._param_by_id.get(id(parameter))
 
     # ---- communicators ----
 

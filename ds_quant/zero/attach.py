@@ -183,6 +183,7 @@ def _connect(
     trains: False for inference, which has no optimizer step.
     """
     events = plugin.hooks
+    telemetry: Telemetry | None = None
     rank, world = hooks.rank_and_world()
     fallback = _make_fallback(plugin, config.fallback)
     has_checksums = plugin.run.scheme.block.payload_checksum and world > 1
@@ -208,9 +209,9 @@ def _connect(
             plugin.gather_count = GatherCount(plugin, partial(line_of, plugin))
             events.after_count.append(plugin.gather_count.after_step)
         if is_read(plugin.engine, config.metrics) and world > 1:
-            plugin.telemetry = Telemetry(plugin, config.metrics)
-            events.after_count.append(plugin.telemetry.after_step)
-            plugin.telemetry.arm()
+            telemetry = Telemetry(plugin, config.metrics)
+            events.after_count.append(telemetry.after_step)
+            telemetry.arm()
     offload.follow_states(
         events,
         weights=[plugin.node_shard] if plugin.node_shard is not None else [],
@@ -219,9 +220,16 @@ def _connect(
     events.keep_state(
         checkpoint.KEY,
         dump=partial(checkpoint.dump, plugin),
-        restore=partial(checkpoint.restore, plugin),
+        restore=partial(_restore, plugin, telemetry),
     )
     events.connect()
+
+
+def _restore(plugin: Plugin, telemetry: Telemetry | None, saved: Any) -> None:
+    """Take over the state of a checkpoint."""
+    if telemetry is not None:
+        telemetry.arm()  # ``global_steps`` has jumped
+    checkpoint.restore(plugin, saved)
 
 
 def _add_message_checks(plugin: Plugin, *, after_save: bool) -> None:
@@ -350,7 +358,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     for group in groups:
         for p in group.params:
             served.append((p, group.process_group))
-            if plugin.param_of(p) is None:
+            if plugin.run.param_of(p) is None:
                 foreign += 1
     if foreign:
         raise RuntimeError(
@@ -445,7 +453,7 @@ def _has_partial_sums(
 
     owner: rank that gets the sum; NO_OWNER under ZeRO-3.
     """
-    param = plugin.param_of(parameter)
+    param = plugin.run.param_of(parameter)
     return param is not None and partial_gradients.holds((param, owner))
 
 

@@ -68,8 +68,6 @@ def restore(plugin: Plugin, saved: Any) -> None:
     Raises:
         RuntimeError: the state has another version, is incomplete, or is something else.
     """
-    if plugin.telemetry is not None:
-        plugin.telemetry.arm()  # ``global_steps`` has jumped
     if saved is None:
         log.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
@@ -196,7 +194,7 @@ def watch_reads(plugin: Plugin) -> None:
 
 
 def _is_quantized(plugin: Plugin, parameter: torch.Tensor) -> bool:
-    param = plugin.param_of(parameter)
+    param = plugin.run.param_of(parameter)
     return param is not None and param.trained and param.is_quantized(parameter.dtype)
 
 

@@ -193,7 +193,7 @@ class Fetch:
         for p in self._parameters:
             communicator = self._plugin.run.communicator(p.ds_process_group)
             (shard,) = sharded_params.valid_shards([p], communicator.rank)
-            yield self._plugin.param_of(p), shard, communicator
+            yield self._plugin.run.param_of(p), shard, communicator
 
     # ---- gathers for forward and backward ----
 
@@ -217,7 +217,7 @@ class Fetch:
         in_node: list[Param] = []
         foreign: list[ZeroParameter] = []
         for p in params:
-            param = self._plugin.param_of(p)
+            param = self._plugin.run.param_of(p)
             if param is not None and param.row_state is not ABSENT:
                 in_node.append(param)
             elif param is not None and self._is_sent(p):
@@ -315,7 +315,7 @@ class Fetch:
 
     def _pop_decoded(self, parameter: ZeroParameter) -> bool:
         """Return and clear the flag that gathered values are decoded."""
-        param = self._plugin.param_of(parameter)
+        param = self._plugin.run.param_of(parameter)
         if param is None or param.gathered is not DECODED:
             return False
         param.gathered = EXACT

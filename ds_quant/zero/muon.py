@@ -150,7 +150,7 @@ def _gathered_bytes(plugin: Plugin, optimizer: Any, bucket_size: int) -> dict[Pa
     gathered: dict[Param, float] = {}
     for params, group in _sub_groups(plugin, optimizer):
         for parameter, elements in zip(params, group.gathered(bucket_size), strict=True):
-            param = plugin.param_of(parameter)
+            param = plugin.run.param_of(parameter)
             if param is not None and parameter.ds_numel:
                 gathered[param] = itemsize * elements / parameter.ds_numel
     return gathered
@@ -214,7 +214,7 @@ def note_whole_matrices(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     split: list[Param] = []
     for index, group in enumerate(optimizer.bit16_groups):
         for p in group:
-            param = plugin.param_of(p)
+            param = plugin.run.param_of(p)
             if param is None or not getattr(p, "use_muon", False):
                 continue
             if len(owners[index][optimizer.get_param_id(p)]) > 1:

@@ -113,7 +113,7 @@ class NodeShard:
         # - Rows
         self.served: list[Param] = []
         for p in params:
-            param = plugin.param_of(p)
+            param = plugin.run.param_of(p)
             if param is not None and self._is_served(p):
                 self.served.append(param)
         self._stays_on_host = offload.offloads_parameters(plugin.engine)
@@ -222,7 +222,7 @@ class NodeShard:
         if params is None:
             self._writes.forget()
         else:
-            written = map(self._plugin.param_of, params)
+            written = map(self._plugin.run.param_of, params)
         for param in written:
             if param is not None and param.row_state is not ABSENT:
                 param.row_state = STALE
@@ -274,7 +274,7 @@ class NodeShard:
 
         Other modules may run on some of the ranks only.
         """
-        params = map(self._plugin.param_of, sharded_params.parameters_of(module))
+        params = map(self._plugin.run.param_of, sharded_params.parameters_of(module))
         return any(p is not None and p.row_state is not ABSENT for p in params)
 
     def _mark_written(self) -> None:

@@ -203,7 +203,7 @@ class OwnerReduction(GradientReducer):
             param_start = self._starts[index]
             stop = min(end, self._starts[index + 1])
             if position < stop:  # else a parameter without elements
-                param = self._plugin.param_of(self._params[index])
+                param = self._plugin.run.param_of(self._params[index])
                 assert param is not None  # attach refuses parameters of other modules
                 yield _ParamRange(position - param_start, param, position, stop)
             position = stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # these modules import this one
     from ds_quant.zero.node_shard import NodeShard
     from ds_quant.zero.partial_gradients import PartialGradients
     from ds_quant.zero.replica import Replica
-    from ds_quant.zero.telemetry import Telemetry
 
 
 class Plugin:
@@ -53,17 +52,17 @@ class Plugin:
     ) -> None:
         # - The engine and its run
         self.engine = engine
-        self.stage: int = engine.zero_optimization_stage()
         routes = Routes(
-            scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
+            scheme=scheme,
+            stage=engine.zero_optimization_stage(),
+            nodes=topology.nodes,
+            node_size=topology.node_size,
         )
         self.stock_gradients_reason = stock_gradients_reason
         self.gathers = gathers  # predicted, then counted by ``gather_count``
-        self._params = _params_of(engine, routes)  # by id of the tensor
         self.run = self._make_run(routes, topology, notices)
         # Parameters that this engine communicates, each with its process group.
         self.served_params: Sequence[tuple[Tensor, object]] = ()
-        self.has_few_ranks = False  # some of them belong to part of the world
 
         # - State between steps
         self._backwards: dict[int, int] = {}  # finished in the current optimizer step
@@ -74,7 +73,6 @@ class Plugin:
         self.replica: Replica | None = None  # ZeRO-1/2
         self.node_shard: NodeShard | None = None  # ZeRO-3
         self.partial_gradients: PartialGradients | None = None
-        self.telemetry: Telemetry | None = None
         self.gather_count: GatherCount | None = None  # ZeRO-3, until it has counted
 
     def _make_run(self, routes: Routes, topology: Topology, notices: Sequence[str]) -> Run:
@@ -82,18 +80,24 @@ class Plugin:
             self,
             routes,
             topology,
-            self._params.values(),
+            params_of(self.engine, routes),
             process_groups=ProcessGroups(),
             device=accelerator.device(),
             has_streams=accelerator.has_streams(),
             notices=notices,
         )
 
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 1 to 3."""
+        return self.run.routes.stage
+
     # ---- parameters ----
 
-    def param_of(self, parameter: Tensor) -> Param | None:
-        """Return the engine's record of a parameter, None if it was created after the engine."""
-        return self._params.get(id(parameter))
+    @property
+    def has_few_ranks(self) -> bool:
+        """True if some of ``served_params`` belong to part of the world."""
+        return not all(self.run.is_world(group) for _, group in self.served_params)
 
     def set_served_params(self, parameters: Sequence[tuple[Tensor, object]]) -> None:
         """Set ``served_params``.
@@ -102,7 +106,6 @@ class Plugin:
         """
         self.served_params = parameters
         few = sum(not self.run.is_world(group) for _, group in parameters)
-        self.has_few_ranks = few > 0
         if few:
             self.run.notices.append(
                 f"{few} of {len(parameters)} parameters live on a subset of ranks: "
@@ -220,13 +223,12 @@ class Plugin:
         )
 
 
-def _params_of(engine: Engine, routes: Routes) -> dict[int, Param]:
-    """Return the record of every parameter of the engine's module, by id of the tensor."""
+def params_of(engine: Engine, routes: Routes) -> Iterator[Param]:
+    """Yield the record of every parameter of the engine's module."""
     modules = dict(engine.module.named_modules())
-    params: dict[int, Param] = {}
     for index, (name, p) in enumerate(engine.module.named_parameters()):
         module = modules.get(name.rpartition(".")[0])
-        params[id(p)] = Param(
+        yield Param(
             index=index,
             name=name,
             shape=sharded_params.shape_of(p),
@@ -235,4 +237,3 @@ def _params_of(engine: Engine, routes: Routes) -> dict[int, Param]:
             tensor=cast("ZeroParameter", p),
             routes=routes,
         )
-    return params

@@ -157,7 +157,7 @@ class Replica:
         )
 
     def _param_of(self, parameter: Tensor) -> Param:
-        param = self._plugin.param_of(parameter)
+        param = self._plugin.run.param_of(parameter)
         assert param is not None  # attach refuses optimizers with parameters of other modules
         return param
 
@@ -179,7 +179,7 @@ class Replica:
                 begin = self._offsets[id(p)]
                 start = max(begin, partition_start)
                 stop = max(start, min(begin + p.numel(), partition_stop))
-                yield self._plugin.param_of(p), group.flat[start:stop], communicator
+                yield self._plugin.run.param_of(p), group.flat[start:stop], communicator
 
     # ---- gathers ----
 

@@ -59,7 +59,7 @@ class ShardReduction(GradientReducer):
         if layout is None:
             known_params = []
             for parameter in params:
-                param = plugin.param_of(parameter)
+                param = plugin.run.param_of(parameter)
                 if param is None:
                     return None
                 known_params.append(param)
@@ -74,7 +74,7 @@ class ShardReduction(GradientReducer):
                 sums_dtype=dtypes[0] if has_one_dtype else torch.float32,
             )
         flat_tensors = [tensor.reshape(-1) for tensor in tensors]
-        first = plugin.param_of(params[0])
+        first = plugin.run.param_of(params[0])
         with profiler_range("reduce", "" if first is None else first.name):
             sums = self._begin(layout, flat_tensors, plugin.run.level(group).hops)
         shards = [tensor.new_empty(0) for tensor in tensors]

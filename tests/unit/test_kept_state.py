@@ -47,14 +47,13 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     a, _ = first.run.params
     a.levels = torch.linspace(-1, 1, 16)
     first.run.state.learned_at, first.run.state.exact_until = 7, 12
-    for name in ("telemetry", "node_shard", "replica"):
+    for name in ("node_shard", "replica"):
         setattr(second, name, Mock())
     a, b = second.run.params
     a.levels, b.levels = torch.zeros(16), torch.ones(16)
     checkpoint.restore(second, checkpoint.dump(first))
     assert torch.equal(a.levels, torch.linspace(-1, 1, 16)) and b.levels is None
     assert (second.run.state.learned_at, second.run.state.exact_until) == (7, 12)
-    second.telemetry.arm.assert_called_once_with()
     second.node_shard.resync.assert_called_once_with()
     second.replica.after_load.assert_called_once_with()
     assert logged == []

@@ -129,7 +129,7 @@ class Communicator:
         self._dist = dist
         self.process_group = process_group
         self._traffic = traffic
-        self._sealed = sealed
+        self.sealed = sealed
         self.backend = backend
         self.message_errors = message_errors or MessageErrors()
         self.empty = (buffers or Buffers()).empty
@@ -158,12 +158,20 @@ class Communicator:
 
     # ---- collectives ----
 
-    def all_gather(self, payload: Tensor, *, role: str) -> Pending[Tensor]:
-        """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
+    def all_gather(
+        self, payload: Tensor, *, role: str, into: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8.
+
+        into: memory for the result; not for ``sealed`` messages, which hold checksums, too.
+        """
         payload_bytes = payload.numel()
-        if self._sealed:
+        if self.sealed:
+            assert into is None
             payload = seal(payload, [payload_bytes], sender=self.rank)
-        received = self.empty(self.size * payload.numel(), device=payload.device)
+        received = into
+        if received is None:
+            received = self.empty(self.size * payload.numel(), device=payload.device)
         self._count(role, [payload.numel()] * self.size)
         with profiler_range("all_gather", role, self.hop):
             if self.is_gloo and payload.device.type == "cpu":
@@ -174,7 +182,7 @@ class Communicator:
                     received, payload, group=self.process_group, async_op=True
                 )
         pending = self._posted(payload, received, work, role)
-        if not self._sealed:
+        if not self.sealed:
             return pending
         return pending.then(partial(self._open, [payload_bytes] * self.size, role))
 
@@ -183,7 +191,7 @@ class Communicator:
     ) -> Pending[Tensor]:
         """payload (sum(sent),) uint8, ``sent[d]`` bytes for rank d -> (sum(received),) uint8."""
         payload_bytes = received
-        if self._sealed:
+        if self.sealed:
             payload = seal(payload, sent, sender=self.rank)
             sent = [sealed_bytes(nbytes) for nbytes in sent]
             received = [sealed_bytes(nbytes) for nbytes in received]
@@ -202,7 +210,7 @@ class Communicator:
                     async_op=True,
                 )
         pending = self._posted(payload, buffer, work, role)
-        if not self._sealed:
+        if not self.sealed:
             return pending
         return pending.then(partial(self._open, payload_bytes, role))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import Message
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.sharded_module import ShardedModule
@@ -23,6 +24,7 @@ class WeightCodecs:
         self._hop = hop
         self._version = (-1, -1)
         self._bound_codecs: list[BoundCodec] = []
+        self.are_exact = False  # the codecs of the current step
         self._message: Message | None = None
         # By parameter: trained; and True if the step is in full precision.
         self._messages: dict[tuple[tuple[bool, ...], bool], Message] = {}
@@ -49,6 +51,8 @@ class WeightCodecs:
             self._bound_codecs = [exact for _ in params]
         else:
             self._bound_codecs = [self._bound(param) for param in params]
+        exact_codec = CastCodec(self._sharded.dtype)
+        self.are_exact = all(bound.codec == exact_codec for bound in self._bound_codecs)
         key = tuple([param.trained for param in params]), full
         if key not in self._messages:
             self._messages[key] = plan(self._bound_codecs)

@@ -100,7 +100,20 @@ class QuantizedAllGather(AllGather):
     def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Pending[Any]:
         shards = self._context.run.world.shards
         bound_codecs, message = self._weight_codecs.of_step(self._plan)
+        if shards.intra is None and not shards.flat.sealed and self._weight_codecs.are_exact:
+            return self._gather_exactly(output_tensor, input_tensor, bound_codecs[0])
         return message.gather(shards, [input_tensor], bound_codecs, lambda: [output_tensor])
+
+    def _gather_exactly(
+        self, output_tensor: Tensor, input_tensor: Tensor, exact: BoundCodec
+    ) -> Pending[Any]:
+        """Gather rows as they are, without a message of their own."""
+        flat = self._context.run.world.shards.flat
+        payload = input_tensor.view(torch.uint8)
+        with flat.encoding("weights") as note:
+            if note is not None:
+                note(exact.error, input_tensor, payload)
+        return flat.all_gather(payload, role="weights", into=output_tensor.view(torch.uint8))
 
     def _plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
         shards = self._context.run.world.shards

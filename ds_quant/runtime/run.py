@@ -121,6 +121,7 @@ class Run:
         # - What is sent, and where
         self._front = front
         self.routes = routes
+        self.scheme: Scheme = routes.scheme
         self.topology = topology
         self.device = device
         self.params = list(params)
@@ -148,10 +149,6 @@ class Run:
         self.world = self._make_world(process_groups)
 
     # ---- the scheme and the step ----
-
-    @property
-    def scheme(self) -> Scheme:
-        return self.routes.scheme
 
     @property
     def step(self) -> int:
@@ -228,10 +225,11 @@ class Run:
         """
         key = id(process_group)
         if key not in self._levels:
-            if self.is_world(process_group):
-                return self.world
-            hierarchy = HierarchicalCommunicator(self.communicator(process_group))
-            self._levels[key] = self._level(hierarchy, hierarchy)
+            level = self.world
+            if not self.is_world(process_group):
+                hierarchy = HierarchicalCommunicator(self.communicator(process_group))
+                level = self._level(hierarchy, hierarchy)
+            self._levels[key] = level
         return self._levels[key]
 
     def _make_world(self, process_groups: ProcessGroups) -> Level:

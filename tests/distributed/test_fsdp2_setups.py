@@ -18,8 +18,7 @@ import ds_quant
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
 from tests import needs
-from tests.distributed.harness import of_all_ranks, on_ranks
-from tests.distributed.test_fsdp2_between_steps import (
+from tests.distributed.fsdp2_runs import (
     WIDTH,
     Net,
     Run,
@@ -30,6 +29,7 @@ from tests.distributed.test_fsdp2_between_steps import (
     sgd,
     sharded,
 )
+from tests.distributed.harness import of_all_ranks, on_ranks
 
 BLOCK = {"scheme": "hybrid", "node_size": 2, "min_numel": 64}
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ds_quant import fsdp2
 from tests.distributed.harness import of_all_ranks
@@ -61,13 +62,19 @@ def rows(seed: int) -> Tensor:
 
 @dataclass
 class Run:
-    """A model in training, with what it has computed so far."""
+    """A model in training.
+
+    losses: of all forwards so far.
+    forwards: weights that forward used, at each look.
+    held: exact weights of the model, at each look.
+    """
 
     model: Any
     optimizer: Any
     front: Any
     losses: list[float] = field(default_factory=list)
     forwards: list[dict[str, Tensor]] = field(default_factory=list)
+    held: list[dict[str, Tensor]] = field(default_factory=list)
 
     def backward(self, seed: int, *, last: bool = True, factor: float = 1.0) -> None:
         """Run forward and backward on rows of a seed."""
@@ -99,8 +106,9 @@ class Run:
     def look(self, *exact: str) -> None:
         """Note the weights that the next forward uses. exact: names of those that are exact."""
         found = forward_weights(self.model)
-        self.forwards.append(found)
         weights = self.weights()
+        self.forwards.append(found)
+        self.held.append(weights)
         for name in exact:
             assert torch.equal(found[name], weights[name].to(found[name].dtype)), name
 
@@ -111,7 +119,11 @@ class Run:
 
 def masters(model: nn.Module) -> dict[str, Tensor]:
     """Return the full weights that the optimizer moves."""
-    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+    found = {}
+    for name, p in model.named_parameters():
+        full = p.full_tensor() if isinstance(p, DTensor) else p
+        found[name] = full.detach().clone()
+    return found
 
 
 def forward_weights(model: nn.Module) -> dict[str, Tensor]:

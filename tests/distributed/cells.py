@@ -40,6 +40,11 @@ class Cell:
         return ()
 
     @property
+    def works(self) -> bool:
+        """True if it trains."""
+        return True
+
+    @property
     def verdict(self) -> str:
         """Text of the page, without remark."""
         return _listed(self.stages) or "works"
@@ -127,6 +132,10 @@ class Refuses(Cell):
     """Start-up refuses it. remark: why, and what instead."""
 
     @property
+    def works(self) -> bool:
+        return False
+
+    @property
     def verdict(self) -> str:
         stages = _listed(self.stages)
         return f"refused under {stages}" if stages else "refused"
@@ -183,6 +192,10 @@ class Cannot(Cell):
     """The front has no such thing, or it was not tried. reason: a few words."""
 
     reason: str
+
+    @property
+    def works(self) -> bool:
+        return False
 
     @property
     def verdict(self) -> str:

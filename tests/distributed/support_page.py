@@ -36,7 +36,7 @@ def _table(rows: tuple[Row, ...]) -> Iterator[str]:
     yield "| | " + " | ".join(FRONTS.values()) + " | tested in |"
     yield "| --- |" + " --- |" * (len(FRONTS) + 1)
     for row in rows:
-        columns = [" <br> ".join(_text(cell) for cell in row.of(front)) for front in FRONTS]
+        columns = [_column(row.of(front)) for front in FRONTS]
         files: dict[str, None] = {}
         for front in FRONTS:
             for cell in row.of(front):
@@ -45,14 +45,26 @@ def _table(rows: tuple[Row, ...]) -> Iterator[str]:
         yield f"| {row.name} | {' | '.join(columns)} | {listed} |"
 
 
-def _text(cell: Cell) -> str:
-    """Return the verdict with the remarks after it."""
+def _column(cells: tuple[Cell, ...]) -> str:
+    """Return the verdicts of a front, those without a remark as one."""
+    plain = [cell for cell in cells if not _remark(cell) and cell.works]
+    texts = [f"{cell.verdict}: {_remark(cell)}" for cell in cells if _remark(cell)]
+    texts += [cell.verdict for cell in cells if not _remark(cell) and not cell.works]
+    stages = sorted({stage for cell in plain for stage in cell.stages})
+    if stages:
+        texts.insert(0, ", ".join(map(str, stages)))
+    elif plain and not texts:
+        texts.append(plain[0].verdict)
+    return " <br> ".join(texts)
+
+
+def _remark(cell: Cell) -> str:
     remarks = [cell.remark] if cell.remark else []
     if isinstance(cell, Trains):
         for (major, minor), stages in cell.fails.items():
             failing = ", ".join(map(str, stages))
             remarks.append(f"DeepSpeed {major}.{minor} cannot under ZeRO-{failing}")
-    return ": ".join([cell.verdict, "; ".join(remarks)]) if remarks else cell.verdict
+    return "; ".join(remarks)
 
 
 if __name__ == "__main__":

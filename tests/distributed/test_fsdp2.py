@@ -327,24 +327,22 @@ def test_a_saved_model_is_loaded_on_fewer_ranks_with_and_without_the_plugin(tmp_
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
+@on_ranks(2)
+def test_a_block_that_cannot_work_is_refused_by_name() -> None:
+    levels = {"levels": "learned", "rounding": "nearest"}
+    model = sharded(new_model())
+    for block, message in (
         ({"scheme": "autotune"}, 'scheme="autotune": allowed under FSDP2'),
         (
-            {"scheme": "qsdp", "weights": {"levels": "learned", "rounding": "nearest"}},
+            {"scheme": "qsdp", "weights": levels},
             'weights.levels="learned": allowed under FSDP2: "uniform"',
         ),
         ({"gradients": {"levels": "learned"}}, 'gradients.levels="learned": not supported'),
         ({"fallback": {"on_nonfinite": "raise"}}, "fallback.on_nonfinite"),
         ({"schem": "qsdp"}, "schem"),
-    ],
-)
-@on_ranks(2)
-def test_a_block_that_cannot_work_is_refused_by_name(block: dict[str, Any], message: str) -> None:
-    model = sharded(new_model())
-    with pytest.raises(ds_quant.ConfigError, match=message):
-        fsdp2.attach(model, block, optimizer=[])
+    ):
+        with pytest.raises(ds_quant.ConfigError, match=message):
+            fsdp2.attach(model, block, optimizer=[])
 
 
 @on_ranks(4)

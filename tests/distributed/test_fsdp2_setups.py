@@ -398,9 +398,10 @@ def test_a_name_of_a_preset_is_a_block() -> None:
         assert front.scheme.name in block
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+@on_ranks(1)
+def test_sources_that_are_no_block_are_named() -> None:
+    model = sharded()
+    for source, message in (
         ("eden5", 'No such file or directory: allowed: .* did you mean "eden4"'),
         ("{scheme: eden4}", "Expecting property name"),
         ('[{"scheme": "eden4"}]', "No such file"),
@@ -410,12 +411,9 @@ def test_a_name_of_a_preset_is_a_block() -> None:
             "quantised_comm=.* did you mean quanti",
         ),
         ({"quantized_comm": "eden4"}, 'quantized_comm="eden4": allowed: an object'),
-    ],
-)
-@on_ranks(1)
-def test_sources_that_are_no_block_are_named(source: Any, message: str) -> None:
-    with pytest.raises(ds_quant.ConfigError, match=message):
-        fsdp2.attach(sharded(), source, optimizer=[])
+    ):
+        with pytest.raises(ds_quant.ConfigError, match=message):
+            fsdp2.attach(model, source, optimizer=[])
 
 
 # ---- life of a model ----

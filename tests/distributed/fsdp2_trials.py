@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +26,7 @@ from ds_quant import fsdp2
 from tests.distributed.fsdp2_runs import (
     WIDTH,
     Net,
+    Program,
     Run,
     rows,
     sgd,
@@ -37,7 +36,6 @@ from tests.distributed.harness import scratch
 
 EXACT_SCHEMES = ("full_precision", "hybrid", "lossless")
 SCHEMES = (*EXACT_SCHEMES, "qsdp", "sdp4bit", "eden4")
-Program = Callable[[Run], None]
 
 # How far a lossy scheme may be off.
 LOSSES = 0.1  # of the largest loss
@@ -65,7 +63,6 @@ class Trial:
     exact: True if the block quantizes nothing, whatever the scheme.
     rough: True if the optimizer makes steps of one length from small and large gradients, so that
         noise moves the weights of a lossy scheme.
-    since: first torch that can train it with FSDP2 alone.
     """
 
     loop: Program
@@ -78,7 +75,6 @@ class Trial:
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     exact: bool = False
     rough: bool = False
-    since: str = "2.10"
 
     def play(self, scheme: str | None) -> Run:
         """Run the loop on this rank. scheme: None for FSDP2 alone."""
@@ -119,7 +115,6 @@ class Refusal:
 
     model: Callable[[], Any]
     message: str
-    block: str = "qsdp"
 
     def require(self) -> None:
         """Attach on this rank.
@@ -129,7 +124,7 @@ class Refusal:
         """
         model = self.model()
         with pytest.raises(ValueError, match=self.message):
-            fsdp2.attach(model, self.block, optimizer=sgd(model))
+            fsdp2.attach(model, "qsdp", optimizer=sgd(model))
 
 
 def block_of(scheme: str) -> dict[str, Any]:
@@ -538,15 +533,6 @@ class Twice(Net):
         return self.head(x)
 
 
-class ZeroSize(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.nothing.sum()
-
-
 class WithBuffer(Net):
     """A buffer that bf16 would round, and counts of every forward."""
 
@@ -698,31 +684,6 @@ def gathering_muon(model: Any) -> torch.optim.Optimizer:
 
 
 # ---- surroundings ----
-
-
-@contextmanager
-def full_of_nan() -> Iterator[None]:
-    """Memory of torch.empty is NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def late_messages() -> Iterator[None]:
-    """Every message leaves up to 5 ms late, other ones on every rank."""
-    send, draw = dist.isend, random.Random(dist.get_rank())
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(draw.random() / 200)
-        return send(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", late)
-        yield
 
 
 @contextmanager

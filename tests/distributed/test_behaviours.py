@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests import needs
 from tests.distributed import support_page
 from tests.distributed.behaviours import TABLE
 from tests.distributed.cells import (
@@ -191,14 +190,8 @@ def play(listed: list[Case]) -> dict[Case, str]:
 def outcomes(world: int, is_quick: bool) -> list[dict[Case, str]]:
     """Run all cases of some ranks in one start. Return causes of failures by rank."""
     listed = [case for case in cases() if (case.world, case.is_quick) == (world, is_quick)]
-    listed = [case for case in listed if not too_old(case)]
     limits = {"TEST_COLLECTIVE_TIMEOUT": "60"}
     return run(play, world, listed, timeout=1200, environment=limits)
-
-
-def too_old(case: Case) -> bool:
-    trial = trials()[case.row]
-    return isinstance(trial, Trial) and not needs.has_torch(trial.since)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +199,6 @@ def too_old(case: Case) -> bool:
 )
 def test_fsdp2_does_with_the_block_what_it_does_alone(row: str, scheme: str, world: int) -> None:
     case = Case(row, scheme, world)
-    if too_old(case):
-        pytest.skip(f"needs torch {trials()[row].since}")
     for rank, causes in enumerate(outcomes(world, case.is_quick)):
         cause = causes.get(case, "an earlier case has failed on some ranks only")
         if cause:

@@ -23,6 +23,7 @@ from tests.distributed.cells import (
     Row,
     Trains,
     Tries,
+    Untried,
 )
 from tests.distributed.features import Feature, separate_experts
 from tests.distributed.fsdp2_runs import BF16, sharded
@@ -501,13 +502,13 @@ TRAINING = (
     Row(
         "two backwards of one forward",
         WRONG_SUMS,
-        zero=Cannot("not tried: `engine.backward` runs once per forward"),
+        zero=Untried(remark="`engine.backward` runs once per forward"),
         fsdp2=tries(trials.two_losses),
     ),
     Row(
         "a loss in chunks",
         ENDS,
-        zero=Cannot("not tried: `engine.backward` runs once per forward"),
+        zero=Untried(remark="`engine.backward` runs once per forward"),
         fsdp2=setups("a_loss_in_chunks_reduces_the_gradients_that_a_backward_has"),
     ),
     Row(
@@ -883,7 +884,7 @@ BETWEEN_STEPS = (
         "a checkpoint that is written in the background",
         "it holds weights of a later step, or decoded ones",
         zero=proven("exactness", "a_checkpoint_written_in_the_background_is_exact", stages=(2,)),
-        fsdp2=Cannot("not tried"),
+        fsdp2=Untried(),
     ),
     Row(
         "a checkpoint on another number of ranks",
@@ -929,7 +930,7 @@ BETWEEN_STEPS = (
             remark="node shard and partial sums leave the device with `lp_params`, and come back "
             "with the same bits; all ranks must call both",
         ),
-        fsdp2=OF_DEEPSPEED,
+        fsdp2=Cannot("a call of DeepSpeed"),
     ),
 )
 
@@ -1125,7 +1126,7 @@ RANKS_AND_MESSAGES = (
         "a rank that dies",
         "the others wait for the timeout",
         zero=proven(
-            "faults", "survivors_end_in_time_with_a_clear_error_and_the_run_resumes", stages=(2, 3)
+            "faults", "survivors_end_in_time_with_a_clear_error_and_the_run_resumes", stages=ALL
         ),
         fsdp2=proven("fsdp2_weights", "a_lost_rank_ends_the_others_by_name"),
     ),

@@ -6,7 +6,8 @@ Featured ZeRO: ``test_features.py`` does, and ``test_streams.py``
 Tries    FSDP2: ``test_behaviours.py`` runs the trial with FSDP2 alone and with a block
 Proven   other tests prove it, which run by themselves
 Refuses  start-up refuses it with an error that names a way out
-Cannot   the front itself has no such thing, or it was not tried: a reason
+Cannot   the front itself has no such thing: a reason
+Untried  it was not tried
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _files_of(tests: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cannot(Cell):
-    """The front has no such thing, or it was not tried. reason: a few words."""
+    """The front has no such thing. reason: a few words."""
 
     reason: str
 
@@ -200,6 +201,19 @@ class Cannot(Cell):
     @property
     def verdict(self) -> str:
         return f"no: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Untried(Cell):
+    """Nobody knows."""
+
+    @property
+    def works(self) -> bool:
+        return False
+
+    @property
+    def verdict(self) -> str:
+        return "not tried"
 
 
 Cells = Cell | tuple[Cell, ...]  # several: of other stages each

@@ -57,7 +57,8 @@ class Trial:
     block: further keys of the block.
     scheme: that `make test` tries, on two nodes of one rank. All others and nodes of two ranks are
         slow tests.
-    apart: relative difference that the order of sums on four ranks may make.
+    apart: relative difference that the order of sums on four ranks may make; more where a forward
+        rounds to 16 bits.
     schemes: of the slow tests.
     inside: context manager around the run with the block.
     exact: True if the block quantizes nothing, whatever the scheme.

@@ -29,7 +29,7 @@ from tests.distributed.cells import (
 )
 from tests.distributed.features import DEEPSPEED_FEATURES
 from tests.distributed.fsdp2_trials import Refusal, Trial
-from tests.distributed.harness import of_all_ranks, run
+from tests.distributed.harness import of_all_ranks, run_each
 from tests.thin import thinned
 
 FOLDERS = [Path(__file__).parent, Path(__file__).parents[1] / "integration"]
@@ -192,7 +192,10 @@ def outcomes(world: int, is_quick: bool) -> list[dict[Case, str]]:
     """Run all cases of some ranks in one start. Return causes of failures by rank."""
     listed = [case for case in cases() if (case.world, case.is_quick) == (world, is_quick)]
     limits = {"TEST_COLLECTIVE_TIMEOUT": "60"}
-    return run(play, world, listed, timeout=1200, environment=limits)
+    found = []
+    for causes, error in run_each(play, world, listed, timeout=1200, environment=limits):
+        found.append(dict.fromkeys(listed, error) if error is not None else causes)
+    return found
 
 
 @pytest.mark.parametrize(

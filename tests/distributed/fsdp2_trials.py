@@ -47,6 +47,10 @@ MOVEMENT = 0.35
 FORWARD, FORWARD_OF_MOVEMENT = 0.03, 0.1
 
 
+class Differs(AssertionError):
+    """Two runs have finished and differ."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """How a behaviour is tried.
@@ -96,12 +100,19 @@ class Trial:
         """Run with FSDP2 alone and with a scheme, and compare.
 
         Raises:
-            AssertionError: the runs differ by more than the scheme may.
+            Differs: the runs differ by more than the scheme may.
         """
         plain = self.play(None)
         random_state = torch.get_rng_state()
         quantized = self.play(scheme)
-        assert torch.equal(torch.get_rng_state(), random_state), "the user's random numbers differ"
+        try:
+            same_state = torch.equal(torch.get_rng_state(), random_state)
+            assert same_state, "the user's random numbers differ"
+            self._require_alike(scheme, quantized, plain)
+        except AssertionError as error:
+            raise Differs(str(error)) from error
+
+    def _require_alike(self, scheme: str, quantized: Run, plain: Run) -> None:
         if not (self.exact or scheme in EXACT_SCHEMES):
             require_near(quantized, plain, rough=self.rough)
         elif dist.get_world_size() == 2:  # two summands have one order

@@ -141,6 +141,13 @@ class KeepsBuffer(Regression):
         return (hidden * self.gain).to(hidden.dtype)
 
 
+class Dropping(Regression):
+    """With dropout, whose random numbers are the user's."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().body(x), 0.1, self.training)
+
+
 class Tiled(Regression):
     """Its middle is DeepSpeed's TiledLinear."""
 
@@ -184,6 +191,22 @@ def bare(engine: Any, step: int, _: int) -> list[float]:
     loss.backward()
     engine.step()
     return [float(loss.detach())]
+
+
+def two_forwards(engine: Any, step: int, _: int) -> list[float]:
+    """One backward of two forwards, as contrastive losses have."""
+    loss = (forward(engine, step, 0) + forward(engine, step, 1)) / 2
+    engine.backward(loss)
+    engine.step()
+    return [float(loss.detach())]
+
+
+def scheduled(engine: Any, step: int, seed: int) -> list[float]:
+    """The learning rate falls after every step."""
+    losses = train_step(engine, step, seed)
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= 0.8
+    return losses
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -349,7 +372,7 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
     ),
 }
 NO_OVERLAP = {"overlap_comm": False}
-# Not in the table of docs/support.md.
+# Some of these have no row in the table of behaviours.
 ALL_FEATURES = {
     **DEEPSPEED_FEATURES,
     "tiled linear": Feature(stages=(3,), model=Tiled),
@@ -362,4 +385,7 @@ ALL_FEATURES = {
         top={"managed_gradient_accumulation": False}, zero=NO_OVERLAP,
     ),
     "loss.backward()": Feature(stages=(2, 3), step=bare, since="0.18.3"),
+    "dropout": Feature(model=Dropping),
+    "two forwards before one backward": Feature(step=two_forwards),
+    "a schedule of learning rates": Feature(step=scheduled),
 }  # fmt: skip

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +47,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.rows import Step, Table, Way, close, same, same_for, same_weights
 from tests.distributed.scenarios import Mixture
+from tests.distributed.surroundings import full_of_nan, late_messages
 from tests.distributed.test_spread import Detour, small_chunks
 from tests.thin import thinned
 
@@ -153,32 +152,7 @@ TABLE.add(
 )  # fmt: skip
 
 
-@contextmanager
-def full_of_nan() -> Iterator[None]:
-    """Memory of torch.empty."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 TABLE.add("empty memory", Way(), Way(inside=full_of_nan), world=3, stages=(2, 3), accumulation=2)
-
-
-@contextmanager
-def late_messages() -> Iterator[None]:
-    """Every message leaves up to 10 ms late, other ones on every rank."""
-    send, draw = torch.distributed.isend, random.Random(torch.distributed.get_rank())
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(draw.random() / 100)
-        return send(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "isend", late)
-        yield
 
 
 TABLE.add(

@@ -327,18 +327,15 @@ def test_a_saved_model_is_loaded_on_fewer_ranks_with_and_without_the_plugin(tmp_
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
+@on_ranks(2)
+def test_a_block_that_cannot_work_is_refused_by_name() -> None:
+    model = sharded(new_model())
+    for block, message in (
         ({"gradients": {"levels": "learned"}}, 'gradients.levels="learned": not supported'),
         ({"schem": "qsdp"}, "schem"),
-    ],
-)
-@on_ranks(2)
-def test_a_block_that_cannot_work_is_refused_by_name(block: dict[str, Any], message: str) -> None:
-    model = sharded(new_model())
-    with pytest.raises(ds_quant.ConfigError, match=message):
-        fsdp2.attach(model, block, optimizer=[])
+    ):
+        with pytest.raises(ds_quant.ConfigError, match=message):
+            fsdp2.attach(model, block, optimizer=[])
 
 
 @on_ranks(4)

@@ -1,188 +1,42 @@
 """FSDP2 between the steps of a loop: writes, freezing, dropped gradients, other optimizers, loads.
 
-Each program runs twice in one process: with FSDP2 alone and with a block. Losses, weights and the
-weights that forward uses are compared.
+Each program runs with FSDP2 alone and with a block, see fsdp2_runs.py.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
-from tests.distributed.harness import of_all_ranks, on_ranks, scratch
+from tests.distributed.fsdp2_runs import (
+    BF16,
+    COPIES,
+    EXACT,
+    Net,
+    Program,
+    Run,
+    adam,
+    assert_equal_on_all_ranks,
+    assert_near,
+    logged,
+    played,
+    rows,
+    sgd,
+    sharded,
+    with_copies,
+)
+from tests.distributed.harness import on_ranks, scratch
 from tests.thin import thinned
-
-WIDTH = 32
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-EXACT = {"scheme": "full_precision"}
-EXACT_GRADIENTS = {"gradients": {"enabled": False}}
-# Schemes whose nodes keep copies of the weights, here with exact gradients, and how far a forward
-# may be from the weights.
-COPIES = {"hybrid": 0.0, "lossless": 0.0, "eden4": 0.03, "sdp4bit": 0.03}
-
-
-class Net(nn.Module):
-    """Three layers of equal shape, one of them without a bias, and a head of uneven rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.third = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.second, self.third):
-            x = torch.tanh(layer(x))
-        return self.head(x)
-
-
-def sharded(mesh: DeviceMesh | None = None, **options: Any) -> Any:
-    """Wrap every layer but the head, and the root with the head."""
-    model = Net()
-    for layer in (model.first, model.second, model.third):
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def rows(seed: int) -> Tensor:
-    """Return other rows on every rank and for every seed."""
-    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=generator)
-
-
-@dataclass
-class Run:
-    """A model in training, with what it has computed so far."""
-
-    model: Any
-    optimizer: Any
-    front: Any
-    losses: list[float] = field(default_factory=list)
-    forwards: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def backward(self, seed: int, *, last: bool = True, factor: float = 1.0) -> None:
-        """Run forward and backward on rows of a seed."""
-        self.model.set_is_last_backward(last)
-        loss = self.model(rows(seed)).float().square().mean() * factor
-        loss.backward()
-        self.losses.append(float(loss.detach()))
-
-    def update(self) -> None:
-        """Step and zero the gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def step(self, seed: int) -> None:
-        """Take an optimizer step of one backward."""
-        self.backward(seed)
-        self.update()
-
-    def evaluate(self, seed: int = 7, *, reshard: bool = True) -> None:
-        """Run a forward without gradients.
-
-        reshard: False leaves the root gathered, as FSDP2 does.
-        """
-        with torch.no_grad():
-            self.losses.append(float(self.model(rows(seed)).float().square().mean()))
-        if reshard:
-            self.model.reshard()
-
-    def look(self, *exact: str) -> None:
-        """Note the weights that the next forward uses. exact: names of those that are exact."""
-        found = forward_weights(self.model)
-        self.forwards.append(found)
-        weights = self.weights()
-        for name in exact:
-            assert torch.equal(found[name], weights[name].to(found[name].dtype)), name
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the exact full weights."""
-        return masters(self.model)
-
-
-def masters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full weights that the optimizer moves."""
-    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
-
-
-def forward_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full weights that forward uses."""
-    found = {}
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule)]
-    for prefix, module in modules:
-        module.unshard()
-        for name, p in module.named_parameters(prefix):
-            if not hasattr(p, "to_local"):
-                found[name] = p.detach().clone()
-        module.reshard()
-    return found
-
-
-Program = Callable[[Run], None]
-
-
-def played(
-    program: Program,
-    block: dict[str, Any] | None,
-    *,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-    optimizer: Callable[[nn.Module], Any] | None = None,
-    mesh: DeviceMesh | None = None,
-    **options: Any,
-) -> Run:
-    """Run a program with a block, or with FSDP2 alone."""
-    model = sharded(mesh, **options)
-    prepare(model)
-    made = adam(model) if optimizer is None else optimizer(model)
-    front = None
-    if block is not None:
-        block = {"node_size": max(1, dist.get_world_size() // 2), "min_numel": 64, **block}
-        if block["scheme"] in ("eden4", "sdp4bit"):
-            block = {**EXACT_GRADIENTS, **block}
-        if mesh is not None:
-            del block["node_size"]
-        front = fsdp2.attach(model, block, optimizer=made)
-    run = Run(model, made, front)
-    program(run)
-    return run
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def assert_near(run: Run, plain: Run, *, off: float = 0.0, case: object = None) -> None:
-    """Compare a run with that of FSDP2 alone. off: relative error of the forward weights."""
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if off == 0 else {"rtol": 0.1, "atol": 0.05}
-    torch.testing.assert_close(run.losses, plain.losses, msg=lambda m: f"{case}: {m}", **tolerance)
-    weights = run.weights()
-    for name, expected in plain.weights().items():
-        expected = expected.double()
-        error = float((weights[name] - expected).norm() / expected.norm().clamp(min=1e-3))
-        assert error <= max(off, 1e-5), (case, name, error)
-    for found, expected_weights in zip(run.forwards, plain.forwards, strict=True):
-        for name, expected in expected_weights.items():
-            error = float((found[name] - expected).norm() / expected.norm().clamp(min=1e-3))
-            assert error <= max(off, 1e-5), (case, name, error)
-
 
 # ---- weights that other code writes ----
 
@@ -306,17 +160,6 @@ def test_forward_uses_weights_that_other_code_has_written(
         assert_equal_on_all_ranks(run.forwards[-1], name)
 
 
-def with_copies(scheme: str, world: int) -> dict[str, Any]:
-    """Return a block of two nodes, of one rank each if there are two ranks."""
-    return {"scheme": scheme, "node_size": world // 2, "allow_full_replica": True}
-
-
-def assert_equal_on_all_ranks(weights: dict[str, Tensor], case: object) -> None:
-    """Compare the sums of full weights between all ranks."""
-    own = {name: value.double().sum().item() for name, value in weights.items()}
-    assert all(other == own for other in of_all_ranks(own)), case
-
-
 @on_ranks(4)
 def test_averaged_weights_are_swapped_in_and_out() -> None:
     """Two evaluations in one mode, the second with an average; then training goes on."""
@@ -409,18 +252,6 @@ def test_a_write_is_logged_once_with_its_price() -> None:
         numel = sum(p.numel() for p in Net().parameters())
         assert "weights of 7 parameter(s), such as head.weight, were written outside" in line
         assert f"{4 * numel / 1e6:.3g} MB between nodes" in line, line
-
-
-def logged() -> list[str]:
-    """Return a list that gets the log lines of this rank from now on."""
-    lines: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("ds_quant.run").addHandler(Handler())
-    return lines
 
 
 @on_ranks(4)

@@ -20,8 +20,7 @@ from ds_quant.fsdp2.attaching import front_of
 from ds_quant.fsdp2.sharded_module import UnsupportedModel
 from ds_quant.fsdp2.torch_names import ReduceScatter
 from tests import needs
-from tests.distributed.harness import of_all_ranks, on_ranks
-from tests.distributed.test_fsdp2_between_steps import (
+from tests.distributed.fsdp2_runs import (
     WIDTH,
     Net,
     Run,
@@ -32,6 +31,7 @@ from tests.distributed.test_fsdp2_between_steps import (
     sgd,
     sharded,
 )
+from tests.distributed.harness import of_all_ranks, on_ranks
 
 BLOCK = {"scheme": "hybrid", "node_size": 2, "min_numel": 64}
 
@@ -400,9 +400,10 @@ def test_a_name_of_a_preset_is_a_block() -> None:
         assert front.run.scheme.name in block
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+@on_ranks(1)
+def test_sources_that_are_no_block_are_named() -> None:
+    model = sharded()
+    for source, message in (
         ("eden5", 'No such file or directory: allowed: .* did you mean "eden4"'),
         ("{scheme: eden4}", "Expecting property name"),
         ('[{"scheme": "eden4"}]', "No such file"),
@@ -412,12 +413,9 @@ def test_a_name_of_a_preset_is_a_block() -> None:
             "quantised_comm=.* did you mean quanti",
         ),
         ({"quantized_comm": "eden4"}, 'quantized_comm="eden4": allowed: an object'),
-    ],
-)
-@on_ranks(1)
-def test_sources_that_are_no_block_are_named(source: Any, message: str) -> None:
-    with pytest.raises(ds_quant.ConfigError, match=message):
-        fsdp2.attach(sharded(), source, optimizer=[])
+    ):
+        with pytest.raises(ds_quant.ConfigError, match=message):
+            fsdp2.attach(model, source, optimizer=[])
 
 
 # ---- life of a model ----

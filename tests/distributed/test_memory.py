@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_quant
+from ds_quant import fsdp2
 from ds_quant.comm import buffers
 from ds_quant.comm.buffers import Buffers
 from tests import needs
@@ -63,13 +66,18 @@ class Allocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {_place(t) for t in tree_leaves((args, kwargs)) if _has_memory(t)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _place(tensor) not in known:
+            if _has_memory(tensor) and _place(tensor) not in known:
                 nbytes, line = tensor.untyped_storage().nbytes(), _innermost()
                 if nbytes >= self._least and line is not None:
                     self.seen.append((line, nbytes))
         return result
+
+
+def _has_memory(leaf: Any) -> bool:
+    """Return True for a tensor with memory of its own. A DTensor stands for its shard."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -122,15 +130,64 @@ def test_a_steady_step_allocates_no_large_buffer(world: int, stage: int, scheme:
     with Allocations(LEAST) as seen:
         for _ in range(STEADY):
             step(engine)
-    # Fingerprints of weights take half a megabyte at once, whatever the model: glibc keeps that.
-    large = [
+    assert _large(seen, VALUES_OF_FETCHED) == []
+    assert ds_quant.report(engine)["buffer_bytes"] == pool > 0
+
+
+def _large(seen: Allocations, left_out: set[str]) -> list[tuple[str, int]]:
+    """Return the allocations of other functions than those left out.
+
+    Fingerprints of weights take half a megabyte at once, whatever the model: glibc keeps that.
+    """
+    return [
         (place, nbytes)
         for place, nbytes in seen.seen
-        if place.split()[-1] not in VALUES_OF_FETCHED
+        if place.split()[-1] not in left_out
         and not (place.startswith("written_weights.py") and nbytes <= 1 << 19)
     ]
-    assert large == []
-    assert ds_quant.report(engine)["buffer_bytes"] == pool > 0
+
+
+OUTPUTS_OF_FSDP2 = {"allocate", "post_backward"}
+
+
+class ShardedStack:
+    """Square layers under FSDP2 with a block, and their training."""
+
+    def __init__(self, scheme: str, layers: int, **options: Any) -> None:
+        width = 512
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+        for layer in self.model:
+            fully_shard(layer, **options)
+        fully_shard(self.model, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        block = {"scheme": scheme, "node_size": 2}
+        self.front = fsdp2.attach(self.model, block, optimizer=self.optimizer)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.model(torch.ones(1, 512)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "scheme", thinned(["qsdp", "sdp4bit", "lossless"], lambda scheme: scheme == "sdp4bit")
+)
+@on_ranks(4)
+def test_a_steady_step_of_fsdp2_makes_one_row_a_module(scheme: str) -> None:
+    """Beside FSDP2's own outputs: the new weights, where differences of them are sent."""
+    buffers.MIN_BYTES = LEAST  # of this process
+    layers = 3
+    stack = ShardedStack(scheme, layers)
+    stack.train(2 * WARM)
+    pool = ds_quant.report(stack.model)["buffer_bytes"]
+    with Allocations(LEAST) as seen:
+        stack.train(STEADY)
+    large = _large(seen, OUTPUTS_OF_FSDP2)
+    assert {place.split()[-1] for place, _ in large} <= {"_new_row"}
+    assert len(large) == (0 if scheme == "qsdp" else layers * STEADY)
+    assert ds_quant.report(stack.model)["buffer_bytes"] == pool > 0
 
 
 def highest_use(stage: int, block: dict[str, Any] | None) -> tuple[int, int]:
@@ -252,6 +309,20 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more(cases: list[Case]) -
         assert found == pytest.approx(measured, rel=0.01)
     else:  # of which no ratios are recorded
         assert all(0.99 <= ratio <= measured[case] + 0.2 for case, ratio in found.items()), found
+
+
+@on_ranks(4)
+def test_the_peak_under_fsdp2_is_never_below_what_is_alive() -> None:
+    """The formula is that of ZeRO-3, which gathers and reduces more at once."""
+    alive = follow_buffers()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for scheme in ("full_precision", "qsdp", "sdp4bit", "lossless"):
+        stack = ShardedStack(scheme, 3, mp_policy=policy)
+        before = alive.most = alive.nbytes
+        stack.train(STEPS)
+        predicted = ds_quant.report(stack.model)["expected_peak_bytes"]
+        assert 0 < alive.most - before <= predicted <= 2.5 * (alive.most - before), scheme
+        stack.front.detach()
 
 
 @pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 3))

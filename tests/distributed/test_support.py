@@ -1,4 +1,4 @@
-"""The table of support: what it says works is trained, what it says is refused is refused."""
+"""Features of the table of behaviours that ZeRO trains on four ranks, and engines side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ import pytest
 
 import ds_quant
 from tests import needs
+from tests.distributed.behaviours import EXPERTS, SEQUENCES, SLICED, trained, unclipped
+from tests.distributed.cells import Trains
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.models import (
     FULL,
@@ -29,16 +30,6 @@ from tests.distributed.models import (
 )
 from tests.distributed.rows import Step, Table, Way
 from tests.distributed.scenarios import Copied, neighbourly
-from tests.distributed.support import (
-    ELSEWHERE,
-    EXPERTS,
-    REFUSED,
-    SEQUENCES,
-    SLICED,
-    TRAINED,
-    Trained,
-    unclipped,
-)
 from tests.thin import thinned
 
 # Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what
@@ -47,35 +38,34 @@ BLOCKS: dict[str, tuple[dict[str, Any], float]] = {
     "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.0012),
     "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.006),
 }
-FOLDER = Path(__file__).resolve().parent
 INSTALLED = tuple(int(part) for part in version("deepspeed").split(".")[:2])
 TABLE = Table(__name__)
-CASES: dict[tuple[str, int], Trained] = {}
+CASES: dict[tuple[str, int], Trains] = {}
 
 
-def near(run: Run, other: Run, *, row: Trained, allowed: float) -> None:
+def near(run: Run, other: Run, *, cell: Trains, allowed: float) -> None:
     report = other.report
     assert report["resyncs"] == 0 < report["collectives"]["weights"]
-    exact_gradients = INSTALLED in row.exact_gradients
+    exact_gradients = INSTALLED in cell.exact_gradients
     assert (report["collectives"]["gradients"] == 0) == exact_gradients
-    assert ("live on a subset of ranks" in report["line"]) == row.few_ranks
+    assert ("live on a subset of ranks" in report["line"]) == cell.few_ranks
     assert run.losses[-1] < 0.95 * run.losses[0] and other.losses != run.losses
-    allowed *= (4 if row.rough else 1) * run.losses[0]
+    allowed *= (4 if cell.rough else 1) * run.losses[0]
     np.testing.assert_allclose(other.losses, run.losses, rtol=0, atol=allowed)
 
 
-for place, row in enumerate(TRAINED):
-    # make test trains every fourth row at one stage, in turns; compiling is slow.
+for place, (name, cell) in enumerate(trained()):
+    # make test trains every fourth feature at one stage, in turns; compiling is slow.
     quick: tuple[int, ...] = ()
-    if place % 4 == 0 and "compile" not in row.feature:
-        quick = (row.stages[place % len(row.stages)],)
-    for stage in row.stages:
-        block, allowed = list(BLOCKS.values())[(place + stage) % 2]  # a row meets both
-        title = f"{row.feature}, ZeRO-{stage}"
-        CASES[title, stage] = row
+    if place % 4 == 0 and "compile" not in name:
+        quick = (cell.stages[place % len(cell.stages)],)
+    for stage in cell.stages:
+        block, allowed = list(BLOCKS.values())[(place + stage) % 2]  # a feature meets both
+        title = f"{name}, ZeRO-{stage}"
+        CASES[title, stage] = cell
         TABLE.add(
-            title, Way(block=None), Way(block=block), feature=replace(row.how, stages=(stage,)),
-            holds=partial(near, row=row, allowed=allowed), of_mean=True, alike=False, world=4,
+            title, Way(block=None), Way(block=block), feature=replace(cell.how, stages=(stage,)),
+            holds=partial(near, cell=cell, allowed=allowed), of_mean=True, alike=False, world=4,
             steps=6, quick=quick,
         )  # fmt: skip
 
@@ -124,7 +114,8 @@ for name, stage, since, how in (
 
 @pytest.mark.parametrize(("title", "stage"), TABLE.params())
 def test_what_works_trains_as_without_the_plugin(title: str, stage: int) -> None:
-    if (row := CASES.get((title, stage))) and stage in row.fails.get(INSTALLED, ()):
+    cell = CASES.get((title, stage))
+    if cell is not None and stage in cell.fails.get(INSTALLED, ()):
         pytest.skip(f"DeepSpeed {INSTALLED} cannot do this without the plugin either")
     TABLE.check(title, stage)
 
@@ -136,42 +127,16 @@ def test_a_frozen_int8_base_trains_whether_the_processor_has_fp16_or_not(has_fp1
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: has_fp16
-    (row,) = (row for row in TRAINED if row.feature == "frozen int8 base")
-    plain = of_mean(row.how.train(3, None, 6))
+    cell = dict(trained())["frozen int8 base"]
+    plain = of_mean(cell.how.train(3, None, 6))
     for block, allowed in BLOCKS.values():
-        near(plain, of_mean(row.how.train(3, block, 6)), row=row, allowed=allowed)
+        near(plain, of_mean(cell.how.train(3, block, 6)), cell=cell, allowed=allowed)
 
 
 def of_mean(run: Run) -> Run:
     """Return ``run`` with losses averaged over the ranks. A collective."""
     ranks = of_all_ranks(run.losses)
     return replace(run, losses=np.mean(ranks, axis=0).tolist())
-
-
-def test_the_page_lists_what_is_tested_and_nothing_else() -> None:
-    lines = (FOLDER.parents[1] / "docs" / "support.md").read_text("utf-8").splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    works = {(name, stages, test) for name, stages, *_, test in rows if test.startswith("`test_")}
-    refused = {(name, stages) for name, stages, *_ in rows} - {row[:2] for row in works}
-    trained = [(row, "test_support.py") for row in TRAINED]
-    assert works == {
-        (row.feature.strip(), ", ".join(map(str, row.stages)), f"`{test}`")
-        for row, test in [*trained, *((row, row.test) for row in ELSEWHERE)]
-    }
-    assert refused - {("works", "ZeRO"), ("refused", "ZeRO"), ("---", "---")} == {
-        (row.feature, ", ".join(map(str, row.stages))) for row in REFUSED
-    }
-    for row in TRAINED:  # an older DeepSpeed that cannot is named
-        for (major, minor), stages in row.fails.items():
-            start = f"| {row.feature.strip()} | {', '.join(map(str, row.stages))} |"
-            (line,) = [line for line in lines if line.startswith(start)]
-            failing = ", ".join(map(str, stages))
-            assert f"DeepSpeed {major}.{minor} cannot under ZeRO-{failing}" in line
-
-
-def test_every_test_that_the_page_names_exists() -> None:
-    found = {path.name for path in FOLDER.parent.glob("*/test_*.py")}
-    assert [row.test for row in ELSEWHERE if row.test not in found] == []
 
 
 # ---- several engines ----

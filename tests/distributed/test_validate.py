@@ -14,9 +14,9 @@ import torch
 
 from ds_quant.policy import refusals
 from ds_quant.tools.cli import main
+from tests.distributed.behaviours import refused_configs
 from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import QSDP, Regression, build, settings
-from tests.distributed.support import REFUSED
 from tests.distributed.test_guard import collectives_issued
 from tests.distributed.test_support import INSTALLED
 
@@ -25,10 +25,10 @@ NUMEL = sum(p.numel() for p in Regression().parameters())
 SDP = {"scheme": "sdp4bit", "node_size": 1}
 CPU = {"device": "cpu"}
 LISTED = {  # in docs/support.md
-    f"{row.feature}, {stage}": (row.config(stage, QSDP), row.parts)
-    for row in REFUSED
-    for stage in row.stages
-    if INSTALLED >= row.since
+    f"{name}, {stage}": (cell.config(stage, QSDP), cell.parts)
+    for name, cell in refused_configs()
+    for stage in cell.stages
+    if INSTALLED >= cell.since
 }
 TABLE: dict[str, dict[str, Any]] = {
     **{name: config for name, (config, _) in LISTED.items()},

@@ -1,0 +1,1287 @@
+"""The table of behaviours that users rely on, of every front: see [Note: a cell] in cells.py.
+
+docs/support.md is made from it: ``python -m tests.distributed.support_page`` writes its tables.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.distributed import fsdp2_trials as trials
+from tests.distributed import scenarios
+from tests.distributed.cells import (
+    Cannot,
+    Featured,
+    Proven,
+    RefusalProven,
+    RefusesConfig,
+    RefusesModel,
+    Row,
+    Trains,
+    Tries,
+    Untried,
+)
+from tests.distributed.features import Feature, separate_experts
+from tests.distributed.fsdp2_runs import BF16, sharded
+from tests.distributed.fsdp2_trials import Refusal, Trial, three_steps, trained_only, wrapped
+from tests.distributed.surroundings import full_of_nan, late_messages
+
+ALL = (1, 2, 3)
+V017, V018 = (0, 17), (0, 18)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+
+# What a user would notice.
+LOSS = "the loss is another one than without the plugin"
+STALE = "forward goes on with old weights, so the loss is another one"
+WRONG_SUMS = "gradients of other steps or parameters enter the step"
+ENDS = "a run that works without the plugin ends with an error"
+UNSEEN = "the run goes on, and nobody knows that it is wrong"
+
+# Why a front cannot.
+OF_DEEPSPEED = Cannot("a setting of DeepSpeed")
+OF_FSDP2 = Cannot("a call of FSDP2")
+OWNS_OPTIMIZER = Cannot("DeepSpeed owns the optimizer")
+NO_CPU_OFFLOAD = RefusesModel(
+    refusal=Refusal(model=trials.offloaded, message="CPUOffloadPolicy: leave offload_policy out"),
+    remark="`CPUOffloadPolicy`: leave `offload_policy` out",
+)
+NO_OTHER_STAGES = "DeepSpeed refuses the other stages"
+FEW_RANKS = "process groups smaller than the world: single-level, no node shard"
+
+
+def unclipped(*stages: int, **fields: Any) -> Feature:
+    """Return a feature without clipping, which would hide a wrong divisor.
+
+    DeepSpeed clips by default.
+    """
+    top = {"gradient_clipping": 0.0, **fields.pop("top", {})}
+    return Feature(stages=stages or ALL, top=top, **fields)
+
+
+def proven(
+    file: str,
+    *names: str,
+    rows: tuple[str, ...] = (),
+    stages: tuple[int, ...] = (),
+    remark: str = "",
+) -> Proven:
+    """Point to tests of tests/distributed/test_FILE.py or of tests/integration."""
+    return Proven(_ids(file, names), rows=rows, stages=stages, remark=remark)
+
+
+def refused_in(file: str, *names: str, stages: tuple[int, ...] = (), remark: str) -> RefusalProven:
+    """Point to tests that show a refusal."""
+    return RefusalProven(tests=_ids(file, names), stages=stages, remark=remark)
+
+
+def _ids(file: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([f"test_{file}.py::test_{name}" for name in names])
+
+
+def between_steps(test: str, *, remark: str = "") -> Proven:
+    return proven("fsdp2_between_steps", test, remark=remark)
+
+
+def setups(test: str, *, remark: str = "") -> Proven:
+    return proven("fsdp2_setups", test, remark=remark)
+
+
+def equal_runs(*rows: str, stages: tuple[int, ...] = ALL, remark: str = "") -> Proven:
+    return proven("equal_runs", "runs_end_alike", rows=rows, stages=stages, remark=remark)
+
+
+def noticed(test: str, *stages: int) -> Proven:
+    return proven("noticed_writes", test, stages=stages)
+
+
+def tries(loop: Any = three_steps, *, remark: str = "", **fields: Any) -> Tries:
+    """Try a loop under FSDP2. fields: those of ``Trial``."""
+    return Tries(Trial(loop=loop, **fields), remark=remark)
+
+
+MUON = {"groups": scenarios.matrices_apart, "optimizer": scenarios.muon}
+SLICED = {"model": scenarios.Sliced, "step": scenarios.neighbourly}
+SEQUENCES = {"data_parallel_size": 2, "sequence_parallel_size": 2}
+PIPELINE = {"model": scenarios.pipeline, "step": scenarios.piped}
+AUTO_TP = {"tensor_parallel": scenarios.AUTO_TENSOR_PARALLEL}
+EXPERTS = {
+    size: {"model": partial(scenarios.Mixture, size), "groups": separate_experts} for size in (1, 2)
+}
+NVME = {"device": "nvme", "nvme_path": "/nowhere"}
+STAGES_APART = setups(
+    "two_halves_of_the_world_train_apart", remark="every stage attaches a model of its own ranks"
+)
+TENSOR_PARALLEL = refused_in(
+    "fsdp2_setups",
+    "tensor_parallel_parameters_are_refused_with_the_true_cause",
+    remark="leave the block out",
+)
+
+MODELS = (
+    Row(
+        "MoE, every rank all experts",
+        LOSS,
+        zero=Trains(how=unclipped(1, 2, **EXPERTS[1]), remark=NO_OTHER_STAGES),
+        fsdp2=tries(model=partial(wrapped, trials.Experts, layers=("first", "second", "third"))),
+    ),
+    Row(
+        "MoE, experts split over ranks",
+        LOSS,
+        zero=Trains(
+            how=unclipped(1, 2, **EXPERTS[2]),
+            few_ranks=True,
+            remark=f"{FEW_RANKS}; {NO_OTHER_STAGES}",
+        ),
+        fsdp2=RefusesModel(
+            refusal=Refusal(model=trials.experts_apart, message="give fully_shard one mesh"),
+            remark="give `fully_shard` one mesh",
+        ),
+    ),
+    Row(
+        "AutoEP",
+        LOSS,
+        zero=(
+            Trains(
+                how=unclipped(1, 2, model=scenarios.AutoMixture, top=scenarios.AUTO_EXPERTS),
+                few_ranks=True,
+                fails={V017: (1, 2), V018: (1, 2)},
+                remark=FEW_RANKS,
+            ),
+            RefusesConfig(
+                top={"expert_parallel": {"enabled": True, "autoep_size": 2}},
+                stages=(3,),
+                parts=("expert_parallel.enabled=true under ZeRO-3", "stage 2"),
+                since=(0, 19),
+                remark="its experts' gradients are scaled bucket by bucket; use ZeRO-1 or 2",
+            ),
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "pipeline parallel, fp32",
+        LOSS,
+        zero=Trains(
+            how=unclipped(1, dtype="fp32", **PIPELINE),
+            few_ranks=True,
+            remark=f"{FEW_RANKS}; {NO_OTHER_STAGES}",
+        ),
+        fsdp2=STAGES_APART,
+    ),
+    Row(
+        "pipeline parallel, bf16",
+        LOSS,
+        zero=Trains(
+            how=unclipped(1, **PIPELINE), few_ranks=True, remark=f"{FEW_RANKS}; {NO_OTHER_STAGES}"
+        ),
+        fsdp2=STAGES_APART,
+    ),
+    Row(
+        "tensor parallel (mpu)",
+        LOSS,
+        zero=Trains(how=unclipped(**SLICED), few_ranks=True, remark=FEW_RANKS),
+        fsdp2=TENSOR_PARALLEL,
+    ),
+    Row(
+        "tensor parallel (AutoTP, `partition_config`)",
+        LOSS,
+        zero=Trains(
+            how=unclipped(model=scenarios.Pair, step=scenarios.neighbourly, top=AUTO_TP),
+            few_ranks=True,
+            fails={V017: ALL, V018: (3,)},
+            remark=FEW_RANKS,
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "sequence parallel (config)",
+        LOSS,
+        zero=(
+            Trains(how=unclipped(1, 2, top=SEQUENCES), few_ranks=True, remark=FEW_RANKS),
+            Trains(
+                how=unclipped(3, top=SEQUENCES),
+                fails={V017: (3,), V018: (3,)},
+                remark="weights are split over all ranks",
+            ),
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "Ulysses: one sequence over all ranks",
+        LOSS,
+        zero=proven(
+            "hf",
+            "a_sequence_over_all_ranks_trains_as_without_the_plugin",
+            stages=ALL,
+            remark="Trainer's `ParallelismConfig`; with several sequences gloo in torch fails",
+        ),
+        fsdp2=tries(model=partial(wrapped, trials.SplitSequence)),
+    ),
+    Row(
+        "frozen int8 base",
+        LOSS,
+        zero=Trains(
+            how=unclipped(model=scenarios.Quantized),
+            remark="non-float parameters are left to DeepSpeed and counted as full precision; "
+            "under ZeRO-3 DeepSpeed itself refuses a model whose first parameter is one "
+            '("Invalid data type")',
+        ),
+        fsdp2=setups("weights_that_no_codec_takes_are_gathered_by_fsdp2_itself"),
+    ),
+    Row(
+        "frozen bf16 base, fp32 adapter",
+        LOSS,
+        zero=Trains(how=unclipped(model=scenarios.MixedDtypes, dtype="fp32")),
+        fsdp2=tries(
+            model=partial(wrapped, trials.MixedDtypes, layers=("first",)),
+            optimizer=trained_only,
+            apart=0.01,
+            remark="FSDP2 gathers modules of several dtypes itself",
+        ),
+    ),
+    Row(
+        "QLoRA: 4-bit base stored as bf16 (bitsandbytes)",
+        "packed weights lose bits, and the model talks nonsense",
+        zero=proven(
+            "packed",
+            "packed_weights_keep_every_byte",
+            stages=(3,),
+            remark="packed weights travel byte for byte and are counted as `packed` in the "
+            "start-up line",
+        ),
+        fsdp2=tries(
+            model=partial(wrapped, trials.PackedBase),
+            optimizer=trained_only,
+            scheme="qsdp",
+            remark="a layer of the same kind, without bitsandbytes",
+        ),
+    ),
+    Row(
+        "frozen module",
+        LOSS,
+        zero=Featured("frozen module"),
+        fsdp2=proven("fsdp2", "frozen_adapters_and_resharding_train_as_alone"),
+    ),
+    Row(
+        "low-rank adapter",
+        LOSS,
+        zero=Featured("low-rank adapter"),
+        fsdp2=tries(
+            model=partial(wrapped, trials.LowRank), optimizer=trained_only, scheme="sdp4bit"
+        ),
+    ),
+    Row(
+        "tied embeddings",
+        LOSS,
+        zero=Featured("tied embeddings"),
+        fsdp2=proven("fsdp2_models", "models_train_as_alone_and_near_it_in_4_bits"),
+    ),
+    Row(
+        "weight used by another module",
+        STALE,
+        zero=Featured("weight used by another module"),
+        fsdp2=tries(
+            model=partial(wrapped, trials.Borrowing, layers=("first", "second", "third", "head")),
+            remark="one that the root gathers",
+        ),
+    ),
+    Row(
+        "activation checkpointing",
+        LOSS,
+        zero=Featured("activation checkpointing"),
+        fsdp2=proven("fsdp2_models", "models_train_as_alone_and_near_it_in_4_bits"),
+    ),
+    Row(
+        "a layer that runs twice in a forward",
+        LOSS,
+        zero=equal_runs("overlap, two hops, backward in phases", stages=(3,)),
+        fsdp2=tries(model=partial(wrapped, trials.Twice)),
+    ),
+    Row(
+        "layers that run in some forwards only",
+        LOSS,
+        zero=proven(
+            "layer_drop",
+            "ranks_that_leave_out_the_same_layers_train",
+            stages=(1, 2),
+            remark="the same on all ranks; others end the run",
+        ),
+        fsdp2=setups("modules_that_run_in_some_micro_steps_only", remark="the same on all ranks"),
+    ),
+    Row(
+        "zero-size parameter",
+        ENDS,
+        zero=Featured("zero-size parameter", remark="DeepSpeed 0.17 and 0.18 cannot"),
+        fsdp2=Cannot("FSDP2 itself cannot reduce one (torch 2.13)"),
+    ),
+    Row(
+        "unused parameter",
+        ENDS,
+        zero=Featured("unused parameter"),
+        fsdp2=proven("fsdp2_replicas", "a_parameter_without_a_gradient_stays_without_one"),
+    ),
+    Row(
+        "dropout",
+        "random numbers of the model change with the scheme",
+        zero=Featured("dropout"),
+        fsdp2=tries(model=partial(wrapped, trials.Dropping), scheme="eden4"),
+    ),
+    Row(
+        "a method other than forward, such as `generate`",
+        STALE,
+        zero=Cannot("it calls forward, or gathers parameters as any reader does"),
+        fsdp2=tries(
+            trials.another_entry,
+            model=partial(wrapped, trials.Generating, layers=("first", "second")),
+            scheme="eden4",
+            remark="`register_fsdp_forward_method`",
+        ),
+    ),
+    Row(
+        "modules wrapped together, leaf modules",
+        LOSS,
+        zero=Featured("leaf modules"),
+        fsdp2=proven("fsdp2_users", "modules_that_are_wrapped_together_are_served_once"),
+    ),
+    Row(
+        "`keep_in_fp32_modules`: buffers that bf16 would round",
+        LOSS,
+        zero=Featured(
+            "`keep_in_fp32_modules`",
+            remark="it names buffers, which do not travel; not in DeepSpeed 0.17 and 0.18",
+        ),
+        fsdp2=tries(
+            model=partial(wrapped, trials.WithBuffer, mp_policy=BF16),
+            apart=0.01,
+            remark="FSDP2 leaves buffers alone",
+        ),
+    ),
+    Row(
+        "built without weights (zero.Init, meta device)",
+        "the run begins from other weights than those that were loaded",
+        zero=Featured("built under zero.Init"),
+        fsdp2=setups("a_model_on_the_meta_device_is_attached_before_its_weights_exist"),
+    ),
+    Row(
+        "a wrapper around the model",
+        ENDS,
+        zero=noticed("engines_for_evaluation_follow_the_one_that_trains", 3),
+        fsdp2=setups("a_root_that_is_not_wrapped_and_a_module_around_it"),
+    ),
+    Row(
+        "shards of other dimensions than 0 (`shard_placement_fn`)",
+        LOSS,
+        zero=OF_FSDP2,
+        fsdp2=refused_in(
+            "fsdp2", "models_that_cannot_be_served_are_refused_by_name", remark="shard dim 0"
+        ),
+    ),
+    Row(
+        "replicas of the model in every node (HSDP)",
+        "replicas drift apart",
+        zero=Cannot("MiCS, which DeepSpeed 0.19.7 removed"),
+        fsdp2=proven(
+            "fsdp2_replicas", "full_precision_trains_as_hsdp_alone", "replicas_end_with_equal_bits"
+        ),
+    ),
+    Row(
+        "parameters replaced while loading, or DTensors before they are sharded",
+        "the run trains parameters that forward does not use",
+        zero=OF_FSDP2,
+        fsdp2=(
+            setups("parameters_replaced_after_fully_shard_are_those_that_train"),
+            setups("parameters_that_are_dtensors_on_the_same_mesh_are_served"),
+        ),
+    ),
+    Row(
+        "part of the world: ensembles, sweeps",
+        "models that should train apart become one",
+        zero=Cannot("DeepSpeed takes all ranks"),
+        fsdp2=setups("two_halves_of_the_world_train_apart"),
+    ),
+)
+
+TRAINING = (
+    Row(
+        "training as without the plugin, nothing quantized",
+        "losses are off by more than the order of sums",
+        zero=equal_runs("full precision, fp32, 1 micro-steps", "everything excluded"),
+        fsdp2=(
+            proven("fsdp2", "exact_schemes_train_as_fsdp2_alone"),
+            proven("fsdp2_exact", "nothing_quantized_trains_as_fsdp2_alone"),
+        ),
+    ),
+    Row(
+        "gradient accumulation",
+        WRONG_SUMS,
+        zero=equal_runs("lossless, accumulation"),
+        fsdp2=(
+            proven("fsdp2_exact", "nothing_quantized_trains_as_fsdp2_alone"),
+            proven("fsdp2_replicas", "the_last_backward_is_declared_as_without_replicas"),
+        ),
+    ),
+    Row(
+        "accumulation of whole gradients (`no_sync`)",
+        WRONG_SUMS,
+        zero=Trains(
+            how=unclipped(1, accumulation=2, step=scenarios.no_sync), remark=NO_OTHER_STAGES
+        ),
+        fsdp2=tries(trials.without_sync, remark="`set_requires_gradient_sync(False)`"),
+    ),
+    Row(
+        "fp32 accumulation",
+        LOSS,
+        zero=(
+            Featured("fp32 accumulation"),
+            RefusesConfig(
+                top={"data_types": {"grad_accum_dtype": "fp32"}},
+                stages=(1,),
+                parts=("data_types.grad_accum_dtype=fp32", "stage 2"),
+                remark="BF16_Optimizer needs full gradients on every rank; use ZeRO-2",
+            ),
+        ),
+        fsdp2=tries(
+            trials.without_sync,
+            model=partial(sharded, mp_policy=BF16),
+            apart=0.01,
+            remark="`reduce_dtype`",
+        ),
+    ),
+    Row(
+        "fp32 gradients on the wire",
+        LOSS,
+        zero=Featured("fp32 gradients on the wire"),
+        fsdp2=tries(
+            trials.accumulated,
+            model=partial(sharded, mp_policy=BF16),
+            scheme="lossless",
+            apart=0.01,
+        ),
+    ),
+    Row(
+        "fp16 with dynamic loss scale",
+        "the scale falls for ever, or steps that overflow are applied",
+        zero=proven("features", "schemes_train_in_fp16_as_without_the_plugin", stages=(2, 3)),
+        fsdp2=tries(
+            trials.loss_scaled, model=partial(sharded, mp_policy=FP16), scheme="eden4", apart=0.01
+        ),
+    ),
+    Row(
+        "torch autocast",
+        LOSS,
+        zero=Featured("torch autocast"),
+        fsdp2=tries(trials.in_autocast, apart=0.01),
+    ),
+    Row(
+        "compiled layers, backend eager",
+        ENDS,
+        zero=Trains(how=unclipped(step=scenarios.compiled), remark="`engine.compile()`"),
+        fsdp2=tries(model=trials.compiled_layers),
+    ),
+    Row(
+        "clipping",
+        "the norm of gradients is another one",
+        zero=Featured("clipping"),
+        fsdp2=tries(trials.clipped, scheme="qsdp"),
+    ),
+    Row(
+        "summed gradients",
+        "gradients are a multiple of what they should be",
+        zero=Featured("summed gradients"),
+        fsdp2=tries(trials.summed, remark="`set_gradient_divide_factor(1.0)`"),
+    ),
+    Row(
+        "two forwards before one backward",
+        LOSS,
+        zero=Featured("two forwards before one backward"),
+        fsdp2=tries(trials.two_forwards, scheme="eden4"),
+    ),
+    Row(
+        "two backwards of one forward",
+        WRONG_SUMS,
+        zero=Untried(remark="`engine.backward` runs once per forward"),
+        fsdp2=tries(trials.two_losses),
+    ),
+    Row(
+        "a loss in chunks",
+        ENDS,
+        zero=Untried(remark="`engine.backward` runs once per forward"),
+        fsdp2=setups("a_loss_in_chunks_reduces_the_gradients_that_a_backward_has"),
+    ),
+    Row(
+        "order of gathers and reductions (prefetch, overlap)",
+        LOSS,
+        zero=(equal_runs("arrangements", stages=(3,)), Featured("overlap")),
+        fsdp2=tries(
+            trials.prefetched,
+            remark="`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`",
+        ),
+    ),
+    Row("no overlap", LOSS, zero=Featured("no overlap"), fsdp2=Cannot("FSDP2 always overlaps")),
+    Row(
+        "weights that stay gathered",
+        STALE,
+        zero=(Featured("some persistent parameters"), Featured("all parameters persistent")),
+        fsdp2=(
+            proven("fsdp2", "frozen_adapters_and_resharding_train_as_alone"),
+            tries(
+                trials.kept_after_backward,
+                remark="`reshard_after_forward`, `set_reshard_after_backward`",
+            ),
+        ),
+    ),
+    Row(
+        "weights gathered ahead (`unshard(async_op=True)`)",
+        STALE,
+        zero=OF_FSDP2,
+        fsdp2=tries(trials.gathered_ahead, scheme="eden4"),
+    ),
+    Row(
+        "parameters left out of sharding (`ignored_params`)",
+        ENDS,
+        zero=OF_FSDP2,
+        fsdp2=tries(trials.reduced_by_the_user, model=trials.with_ignored),
+    ),
+    Row(
+        "small gradient buckets", LOSS, zero=Featured("small gradient buckets"), fsdp2=OF_DEEPSPEED
+    ),
+    Row(
+        "small gradient buckets, accumulated",
+        LOSS,
+        zero=Featured("small gradient buckets, accumulated"),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row("round-robin gradients", LOSS, zero=Featured("round-robin gradients"), fsdp2=OF_DEEPSPEED),
+    Row("small weight buckets", LOSS, zero=Featured("small weight buckets"), fsdp2=OF_DEEPSPEED),
+    Row(
+        "`parameter_alignment`",
+        LOSS,
+        zero=Featured("`parameter_alignment`", remark="not in DeepSpeed 0.17 and 0.18"),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "one gather per tensor",
+        LOSS,
+        zero=Featured("one gather per tensor", remark="DeepSpeed 0.17 cannot"),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "all-reduced fetches",
+        LOSS,
+        zero=Featured(
+            "all-reduced fetches",
+            remark="on the CPU DeepSpeed before 0.19.8 computes with wrong weights",
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "`reduce_scatter: false`",
+        LOSS,
+        zero=Featured(
+            "`reduce_scatter: false`", remark="gradients stay exact, and the start-up line says so"
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row("optimizer offload", LOSS, zero=Featured("optimizer offload"), fsdp2=NO_CPU_OFFLOAD),
+    Row("parameter offload", LOSS, zero=Featured("parameter offload"), fsdp2=NO_CPU_OFFLOAD),
+    Row(
+        "optimizer offload to NVMe",
+        ENDS,
+        zero=RefusesConfig(
+            zero={"offload_optimizer": NVME},
+            stages=(3,),
+            parts=("offload_optimizer.device=nvme", "allowed: cpu, none"),
+            remark="not tested; use cpu. Under ZeRO-1/2 DeepSpeed itself takes the CPU instead",
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "parameter offload to NVMe",
+        ENDS,
+        zero=RefusesConfig(
+            zero={"offload_param": NVME},
+            stages=(3,),
+            parts=("offload_param.device=nvme", "allowed: cpu, none"),
+            remark="shards are not in memory when they are encoded; use cpu",
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+)
+
+OPTIMIZERS = (
+    Row(
+        "SGD",
+        LOSS,
+        zero=Trains(how=unclipped()),
+        fsdp2=proven("fsdp2_exact", "nothing_quantized_trains_as_fsdp2_alone"),
+    ),
+    Row(
+        "Adagrad",
+        LOSS,
+        zero=Trains(how=unclipped(optimizer=partial(torch.optim.Adagrad, lr=0.01))),
+        fsdp2=tries(optimizer=trials.adagrad, rough=True),
+    ),
+    Row(
+        "Muon",
+        LOSS,
+        zero=(
+            Trains(
+                how=unclipped(1, 2, **MUON),
+                rough=True,
+                remark="gradients take the scheme, but those of matrices that lie on several "
+                "ranks, fewer than there are ranks in a parameter group, are summed exactly: "
+                "Muon needs them whole",
+            ),
+            Trains(
+                how=unclipped(3, **MUON, zero={"reduce_scatter": False}),
+                rough=True,
+                exact_gradients=(V017, V018),
+                fails={V018: (3,)},
+                remark="from DeepSpeed 0.19.8 on, although it asks for `reduce_scatter: false`, "
+                "gradients take the scheme; what Muon gathers itself at every step ([8 bytes per "
+                "element in bf16 and more in small "
+                "buckets](running.md#messages-memory-and-python-time)) stays exact; before, "
+                "gradients stay exact: Muon needs whole buckets",
+            ),
+        ),
+        fsdp2=tries(
+            optimizer=trials.gathering_muon,
+            rough=True,
+            apart=0.0001,
+            remark="one that gathers its matrices itself, in full precision",
+        ),
+    ),
+    Row(
+        "two parameter groups",
+        LOSS,
+        zero=Featured("two parameter groups"),
+        fsdp2=tries(optimizer=trials.decay_groups),
+    ),
+    Row(
+        "a schedule of learning rates",
+        LOSS,
+        zero=Featured("a schedule of learning rates"),
+        fsdp2=tries(trials.schedule, scheme="sdp4bit"),
+    ),
+    Row(
+        "a step that calls forward and backward (closure)",
+        LOSS,
+        zero=OWNS_OPTIMIZER,
+        fsdp2=tries(trials.closed_over),
+    ),
+    Row(
+        "several optimizers, one made anew, one per parameter in backward, none of torch's",
+        STALE,
+        zero=OWNS_OPTIMIZER,
+        fsdp2=between_steps("any_optimizer_may_move_the_model"),
+    ),
+    Row(
+        "an optimizer of another model",
+        "nothing trains, and no word is said",
+        zero=OWNS_OPTIMIZER,
+        fsdp2=refused_in(
+            "fsdp2_between_steps",
+            "an_optimizer_of_another_model_is_refused",
+            remark="make it after `fully_shard`",
+        ),
+    ),
+    Row(
+        "a step that only makes states",
+        "a run that looks for a checkpoint has other random bits",
+        zero=OWNS_OPTIMIZER,
+        fsdp2=between_steps("a_step_that_only_makes_states_does_not_count"),
+    ),
+    Row(
+        "ZenFlow",
+        ENDS,
+        zero=RefusesConfig(
+            stages=(2,),
+            zero={"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}},
+            parts=("zenflow", "remove"),
+            remark="updates weights outside the optimizer step",
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+    Row(
+        "SuperOffload",
+        ENDS,
+        zero=RefusesConfig(
+            stages=(3,),
+            zero={"offload_optimizer": {"device": "cpu", "super_offload": True}},
+            since=(0, 18),
+            parts=("super_offload=true", "set it to false"),
+            remark="needs CUDA, not tested",
+        ),
+        fsdp2=OF_DEEPSPEED,
+    ),
+)
+
+BETWEEN_STEPS = (
+    Row(
+        "weights that user code writes, by any means",
+        STALE,
+        zero=(
+            noticed("the_next_forward_uses_shards_as_they_were_written", 3),
+            noticed("a_step_overwrites_weights_that_were_written", 1, 2),
+        ),
+        fsdp2=between_steps("forward_uses_weights_that_other_code_has_written"),
+    ),
+    Row(
+        "averaged weights, swapped in for an evaluation",
+        "an evaluation shows the loss of other weights",
+        zero=(
+            noticed("weights_that_come_and_go_between_steps", 3),
+            proven("written", "an_average_in_the_module_is_exported_and_stays", stages=(1, 2)),
+        ),
+        fsdp2=between_steps("averaged_weights_are_swapped_in_and_out"),
+    ),
+    Row(
+        "weights perturbed between two forwards of a step (SAM)",
+        STALE,
+        zero=noticed("weights_that_come_and_go_between_steps", 3),
+        fsdp2=between_steps("weights_are_perturbed_between_two_forwards_of_a_step"),
+    ),
+    Row(
+        "rollback in memory",
+        STALE,
+        zero=noticed("weights_that_come_and_go_between_steps", 3),
+        fsdp2=tries(trials.rolled_back, scheme="eden4"),
+    ),
+    Row(
+        "NaN or infinity that is in the weights once",
+        "NaN stays, and every later step is skipped",
+        zero=(
+            noticed("a_step_overwrites_weights_that_were_written", 1, 2),
+            noticed("weights_that_come_and_go_between_steps", 3),
+        ),
+        fsdp2=tries(trials.not_finite_once, scheme="eden4"),
+    ),
+    Row(
+        "a step left out for gradients that are not finite",
+        "weights or the node's copies hold part of that step",
+        zero=proven("exactness", "a_skipped_step_changes_no_weight_and_no_resume", stages=ALL),
+        fsdp2=tries(trials.step_left_out, scheme="sdp4bit", remark="by a decision of all ranks"),
+    ),
+    Row(
+        "a step that some ranks leave out",
+        UNSEEN,
+        zero=OWNS_OPTIMIZER,
+        fsdp2=refused_in(
+            "fsdp2_between_steps",
+            "ranks_that_step_alone_end_all_of_them",
+            remark="the next forward ends all ranks: let them decide together",
+        ),
+    ),
+    Row(
+        "parameters frozen between steps or micro-steps",
+        WRONG_SUMS,
+        zero=(
+            proven(
+                "kept_weights",
+                "a_parameter_frozen_during_training_goes_on_following_its_master",
+                stages=(3,),
+            ),
+            equal_runs("crossing once, frozen between, ZeRO-2", stages=(2,)),
+        ),
+        fsdp2=between_steps("parameters_are_frozen_and_thawed_at_any_time"),
+    ),
+    Row(
+        "parameters thawed or added (`add_param_group`)",
+        "they train, and forward never sees it",
+        zero=Cannot("DeepSpeed takes its parameters at the start"),
+        fsdp2=between_steps("parameters_are_frozen_and_thawed_at_any_time"),
+    ),
+    Row(
+        "an accumulation that is given up",
+        WRONG_SUMS,
+        zero=equal_runs(
+            "crossing once, abandoned, ZeRO-2", "crossing once, abandoned, ZeRO-3", stages=(2, 3)
+        ),
+        fsdp2=between_steps("an_accumulation_that_is_given_up_leaves_nothing"),
+    ),
+    Row(
+        "gradients read between micro-steps",
+        WRONG_SUMS,
+        zero=equal_runs(
+            "crossing once, read between, ZeRO-3", stages=(3,), remark="zeros, if they wait"
+        ),
+        fsdp2=refused_in(
+            "fsdp2_between_steps",
+            "gradients_that_are_written_between_backwards_end_the_run_with_the_way_out",
+            remark="zeros, if they wait; gradients that are written there end the run",
+        ),
+    ),
+    Row(
+        "a boundary that the loop declares, or forgets",
+        WRONG_SUMS,
+        zero=equal_runs(
+            "crossing once, announced, ZeRO-3",
+            "crossing once, announced late, ZeRO-3",
+            stages=(2, 3),
+        ),
+        fsdp2=proven(
+            "fsdp2",
+            "gradients_left_inside_the_nodes_end_the_step",
+            remark="a step without the last backward ends with an error",
+        ),
+    ),
+    Row(
+        "evaluations between steps",
+        "an evaluation changes the training",
+        zero=equal_runs("evaluations, qsdp", "evaluations, sdp4bit"),
+        fsdp2=proven("fsdp2_models", "evaluations_between_steps_change_no_bit_of_the_training"),
+    ),
+    Row(
+        "a first forward in inference mode",
+        ENDS,
+        zero=proven(
+            "borrowed", "a_first_forward_that_only_evaluates_uses_what_later_ones_use", stages=(3,)
+        ),
+        fsdp2=between_steps("a_first_forward_in_inference_mode_does_not_spoil_the_copies"),
+    ),
+    Row(
+        "a second engine that evaluates the module in training",
+        STALE,
+        zero=noticed("engines_for_evaluation_follow_the_one_that_trains", 3),
+        fsdp2=Cannot("the model evaluates itself"),
+    ),
+    Row(
+        "a frozen reference or teacher beside the model",
+        "the teacher follows the student, or the other way round",
+        zero=equal_runs("beside a frozen reference", stages=(2, 3)),
+        fsdp2=tries(trials.with_a_frozen_teacher, scheme="eden4"),
+    ),
+    Row(
+        "several models in one process, trained in turn",
+        "models take each other's messages or random bits",
+        zero=proven(
+            "support",
+            "engines_trained_in_turn_equal_their_separate_runs",
+            stages=ALL,
+            remark="every one equals its run alone, bit for bit",
+        ),
+        fsdp2=tries(trials.with_an_opponent),
+    ),
+    Row(
+        "exports and state dicts",
+        "a saved model holds decoded weights",
+        zero=proven("exactness", "exports_are_exact_and_leave_training_as_it_was", stages=ALL),
+        fsdp2=proven("fsdp2", "a_loaded_checkpoint_resumes_bit_for_bit_and_is_exact"),
+    ),
+    Row(
+        "checkpoints, resumed",
+        "a resumed run goes another way",
+        zero=(
+            equal_runs("resumed, qsdp, ZeRO-1", "resumed, kept, ZeRO-2"),
+            proven("checkpoint", "checkpoints_cross_between_schemes", stages=(2, 3)),
+        ),
+        fsdp2=proven("fsdp2", "a_loaded_checkpoint_resumes_bit_for_bit_and_is_exact"),
+    ),
+    Row(
+        "a checkpoint that is written in the background",
+        "it holds weights of a later step, or decoded ones",
+        zero=proven("exactness", "a_checkpoint_written_in_the_background_is_exact", stages=(2,)),
+        fsdp2=Untried(),
+    ),
+    Row(
+        "a checkpoint on another number of ranks",
+        "other weights are loaded",
+        zero=proven(
+            "checkpoint",
+            "a_universal_checkpoint_is_loaded_by_half_the_ranks_in_other_nodes",
+            stages=ALL,
+            remark="`ds_to_universal`",
+        ),
+        fsdp2=proven("fsdp2", "a_saved_model_is_loaded_on_fewer_ranks_with_and_without_the_plugin"),
+    ),
+    Row(
+        "master weights edited or refreshed by user code",
+        STALE,
+        zero=(
+            noticed("master_weights_are_refreshed_from_exact_weights", 1, 2),
+            proven(
+                "exactness",
+                "edits_inside_gathered_parameters_arrive_in_shards_and_forward",
+                stages=(3,),
+            ),
+        ),
+        fsdp2=Cannot("parameters are the master weights"),
+    ),
+    Row(
+        "captured CUDA graphs",
+        "a replay repeats one random rounding and skips all checks",
+        zero=Cannot("DeepSpeed does not capture training"),
+        fsdp2=refused_in(
+            "fsdp2_setups",
+            "a_captured_graph_is_refused",
+            remark="capture no forward, backward or step",
+        ),
+    ),
+    Row(
+        "`offload_states`, `reload_states`",
+        STALE,
+        zero=proven(
+            "offload_states",
+            "what_leaves_the_device_comes_back_with_the_same_bits",
+            stages=ALL,
+            remark="node shard and partial sums leave the device with `lp_params`, and come back "
+            "with the same bits; all ranks must call both",
+        ),
+        fsdp2=Cannot("a call of DeepSpeed"),
+    ),
+)
+
+SETTINGS = (
+    Row(
+        "no block",
+        "the plugin changes a run that did not ask for it",
+        zero=proven("untouched", "run_without_the_block_equals_one_without_the_plugin", stages=ALL),
+        fsdp2=setups("without_a_block_a_loop_runs_and_the_log_says_so"),
+    ),
+    Row(
+        "a block of the environment",
+        ENDS,
+        zero=equal_runs("a block of the environment", stages=(2, 3)),
+        fsdp2=proven("fsdp2", "the_block_of_the_environment_is_attached_and_messages_are_checked"),
+    ),
+    Row(
+        "`exclude`",
+        "excluded parameters lose bits",
+        zero=proven("features", "excluded_parameters_travel_exactly_and_others_do_not", stages=ALL),
+        fsdp2=tries(block={"exclude": ["*"]}, scheme="qsdp", exact=True),
+    ),
+    Row(
+        "`warmup_steps`",
+        "the first steps are quantized, or all are exact",
+        zero=equal_runs("warm-up", "lossless, warm-up"),
+        fsdp2=tries(block={"warmup_steps": 9}, scheme="eden4", exact=True),
+    ),
+    Row(
+        "`payload_checksum`",
+        "a message that changed on its way is used",
+        zero=equal_runs(
+            "checksums, sdp4bit, ZeRO-1", "checksums, qsdp, ZeRO-2", "checksums, sdp4bit, ZeRO-3"
+        ),
+        fsdp2=tries(block={"payload_checksum": True}),
+    ),
+    Row(
+        "`metrics`",
+        "a run that is watched trains another model",
+        zero=equal_runs("metrics", stages=(2, 3)),
+        fsdp2=tries(block={"metrics": {"file": "/dev/null", "interval": 1}}),
+    ),
+    Row("`slices`", LOSS, zero=equal_runs("slices"), fsdp2=tries(block={"slices": 3})),
+    Row(
+        "`backend`",
+        "kernels of two machines give other bits",
+        zero=equal_runs("overlap_comm, backend and checksums"),
+        fsdp2=tries(block={"backend": "torch"}),
+    ),
+    Row(
+        "lossless weights",
+        "forward uses other weights than the optimizer has",
+        zero=equal_runs("200 steps of ZeRO-1, lossless", "lossless, low-bit gradients"),
+        fsdp2=proven("fsdp2_weights", "lossless_weights_are_those_of_exact_ones_bit_for_bit"),
+    ),
+    Row(
+        "bytes that the start-up line promises",
+        "savings are overstated",
+        zero=proven("wire_bytes", "counted_bytes_are_those_of_the_formula", stages=ALL),
+        fsdp2=(
+            setups("the_line_prices_fsdp2_alone_in_the_dtypes_that_it_sends"),
+            proven("fsdp2_weights", "bytes_between_nodes_stay_below_a_bound"),
+        ),
+    ),
+    Row(
+        "a codec of your own",
+        ENDS,
+        zero=proven("module_codec", "the_example_trains_and_its_bytes_are_counted", stages=ALL),
+        fsdp2=tries(
+            block={"weights": {"codec": "fp8"}, "gradients": {"codec": "fp8"}},
+            inside=trials.codec_of_the_page,
+            scheme="qsdp",
+            schemes=("qsdp", "zeropp"),
+        ),
+    ),
+)
+
+MEMORY_AND_LIFE = (
+    Row(
+        "memory that a steady step allocates",
+        "the run ends out of memory after hours",
+        zero=proven("memory", "a_steady_step_allocates_no_large_buffer", stages=ALL),
+        fsdp2=proven("memory", "a_steady_step_of_fsdp2_makes_one_row_a_module"),
+    ),
+    Row(
+        "memory between micro-steps",
+        "out of memory in the second micro-step",
+        zero=proven(
+            "memory",
+            "gradients_that_have_no_room_to_wait_are_refused_with_the_way_out",
+            stages=(2, 3),
+        ),
+        fsdp2=setups("one_reduction_runs_between_two_backwards"),
+    ),
+    Row(
+        "memory that the start-up line predicts",
+        "out of memory although the line promised room",
+        zero=proven("memory", "the_peak_is_what_is_alive_at_once_or_somewhat_more", stages=ALL),
+        fsdp2=(
+            proven("memory", "the_peak_under_fsdp2_is_never_below_what_is_alive"),
+            proven("fsdp2_users", "the_start_up_line_names_what_stays_and_what_it_takes"),
+        ),
+    ),
+    Row(
+        "too little memory for copies of the weights",
+        "out of memory in the first step",
+        zero=refused_in(
+            "memory",
+            "a_node_shard_that_does_not_fit_on_one_rank_is_refused_on_all",
+            stages=(3,),
+            remark="the error names bytes and settings",
+        ),
+        fsdp2=Cannot("not looked for"),
+    ),
+    Row(
+        "copies of the weights in host memory",
+        STALE,
+        zero=proven(
+            "memory",
+            "the_device_has_all_bytes_of_the_shard_to_itself",
+            stages=(3,),
+            remark="with `offload_param`",
+        ),
+        fsdp2=Cannot("comes with `CPUOffloadPolicy`, which is refused"),
+    ),
+    Row(
+        "a model or engine rebuilt in one process",
+        "memory of the last one stays, or it goes on sending",
+        zero=proven(
+            "kept_weights",
+            "an_engine_rebuilt_on_one_module_leaves_nothing_of_the_last",
+            stages=(3,),
+        ),
+        fsdp2=setups("a_deleted_model_is_freed_with_its_front"),
+    ),
+    Row(
+        "the plugin taken off in the middle of a run",
+        "training goes on with decoded weights",
+        zero=proven(
+            "kept_weights",
+            "a_destroyed_engine_leaves_no_decoded_weights_behind",
+            stages=(3,),
+            remark="`engine.destroy()`",
+        ),
+        fsdp2=setups(
+            "a_detached_model_trains_on_as_fsdp2_alone_and_is_attached_again",
+            remark="`front.detach()`",
+        ),
+    ),
+    Row(
+        "a failed start, tried again",
+        ENDS,
+        zero=Cannot("an error of `deepspeed.initialize` ends the job"),
+        fsdp2=(
+            setups("a_model_is_attached_once_and_a_failed_start_leaves_nothing"),
+            setups("ranks_attach_together_after_an_attempt_that_one_gave_up"),
+        ),
+    ),
+    Row(
+        "memory that is not zeroed",
+        "results depend on what lay in memory",
+        zero=equal_runs("empty memory", stages=(2, 3)),
+        fsdp2=tries(trials.accumulated, inside=full_of_nan, scheme="full_precision"),
+    ),
+)
+
+RANKS_AND_MESSAGES = (
+    Row(
+        "messages that arrive late",
+        LOSS,
+        zero=equal_runs("late messages", stages=(2, 3)),
+        fsdp2=tries(trials.accumulated, inside=late_messages),
+    ),
+    Row(
+        "a message that changed on its way",
+        UNSEEN,
+        zero=proven(
+            "payload_checksum",
+            "a_changed_message_ends_all_ranks_naming_role_sender_and_step",
+            stages=ALL,
+            remark="with `payload_checksum`",
+        ),
+        fsdp2=(
+            proven("fsdp2", "the_block_of_the_environment_is_attached_and_messages_are_checked"),
+            proven(
+                "fsdp2_weights",
+                "weights_that_cannot_be_decoded_end_all_ranks",
+                remark="with `payload_checksum`, and lossless messages",
+            ),
+        ),
+    ),
+    Row(
+        "a rank that dies",
+        "the others wait for the timeout",
+        zero=proven(
+            "faults", "survivors_end_in_time_with_a_clear_error_and_the_run_resumes", stages=ALL
+        ),
+        fsdp2=proven("fsdp2_weights", "a_lost_rank_ends_the_others_by_name"),
+    ),
+    Row(
+        "a rank without the plugin",
+        "the job hangs at its start",
+        zero=refused_in(
+            "guard",
+            "ranks_without_the_plugin_are_named_within_the_timeout",
+            stages=(2, 3),
+            remark="the error names the ranks",
+        ),
+        fsdp2=refused_in(
+            "fsdp2_models",
+            "a_rank_that_does_not_attach_is_named",
+            remark="the error names the ranks",
+        ),
+    ),
+    Row(
+        "a rank with another block",
+        "ranks decode what others have not sent",
+        zero=refused_in(
+            "guard",
+            "ranks_with_other_settings_are_named_with_the_keys_that_differ",
+            stages=(2,),
+            remark="the error names ranks and keys",
+        ),
+        fsdp2=refused_in(
+            "fsdp2", "ranks_with_other_blocks_are_named", remark="the error names ranks and keys"
+        ),
+    ),
+    Row(
+        "copies of the weights that drift apart",
+        UNSEEN,
+        zero=proven(
+            "kept_weights",
+            "a_holder_that_drifts_is_found_and_brought_back",
+            stages=ALL,
+            remark="`checksum_steps`",
+        ),
+        fsdp2=proven(
+            "fsdp2_replicas",
+            "weights_that_nodes_keep_are_brought_back_from_a_drift",
+            "replicas_that_differ_end_the_run_on_all_ranks",
+            remark="`checksum_steps`",
+        ),
+    ),
+    Row(
+        "gradients that are not finite (`fallback.on_nonfinite`)",
+        "the run goes on with NaN",
+        zero=proven(
+            "fallback", "non_finite_gradients_are_seen_skipped_and_resumed_from", stages=ALL
+        ),
+        fsdp2=refused_in(
+            "fsdp2",
+            "a_block_that_cannot_work_is_refused_by_name",
+            remark="`clip_grad_norm_` with `error_if_nonfinite=True` ends such a run",
+        ),
+    ),
+    Row(
+        "the file that ends quantization (`DS_QUANT_KILL_FILE`)",
+        "the file lies there, and nothing happens",
+        zero=proven(
+            "fallback", "a_kill_file_on_one_rank_switches_all_at_the_next_step", stages=ALL
+        ),
+        fsdp2=refused_in(
+            "fsdp2_users",
+            "patterns_that_match_nothing_and_better_schemes_are_named",
+            remark="not watched, and the start-up line says so",
+        ),
+    ),
+    Row(
+        "`autotune`",
+        ENDS,
+        zero=proven("autotune", "a_real_run_measures_decides_and_trains", stages=(2, 3)),
+        fsdp2=refused_in(
+            "fsdp2", "a_block_that_cannot_work_is_refused_by_name", remark="name a preset"
+        ),
+    ),
+    Row(
+        "learned levels",
+        ENDS,
+        zero=equal_runs("resumed, learned levels, ZeRO-2", "resumed, learned levels, ZeRO-3"),
+        fsdp2=refused_in(
+            "fsdp2", "a_block_that_cannot_work_is_refused_by_name", remark='`levels: "uniform"`'
+        ),
+    ),
+)
+
+# DeepSpeed's own settings that quantize, keep shards or remove hooks.
+MIGRATE = "both would quantize; use scheme `zeropp`"
+REFUSED_SETTINGS = tuple(
+    (
+        Row(name, LOSS, zero=refused, fsdp2=OF_DEEPSPEED)
+        for name, refused in {
+            "hpZ": RefusesConfig(
+                zero={"zero_hpz_partition_size": 2},
+                parts=("zero_hpz_partition_size=2", "ds_quant migrate"),
+                remark="use `node_shard` or scheme `zeropp`",
+            ),
+            "ZeRO++ quantized weights": RefusesConfig(
+                zero={"zero_quantized_weights": True},
+                parts=("zero_quantized_weights=true", "ds_quant migrate"),
+                remark=MIGRATE,
+            ),
+            "ZeRO++ quantized frozen weights": RefusesConfig(
+                zero={"zero_quantized_nontrainable_weights": True},
+                parts=("zero_quantized_nontrainable_weights=true", "ds_quant migrate"),
+                remark=MIGRATE,
+            ),
+            "ZeRO++ quantized gradients": RefusesConfig(
+                zero={"zero_quantized_gradients": True},
+                parts=("zero_quantized_gradients=true", "ds_quant migrate"),
+                remark=MIGRATE,
+            ),
+            "MiCS": RefusesConfig(
+                zero={"mics_shard_size": 2},
+                stages=(3,),
+                parts=("mics_shard_size",),
+                remark="keeps shards of its own; DeepSpeed 0.19.7 removed it. Use `node_shard`",
+            ),
+            "DeepCompile": RefusesConfig(
+                top={"compile": {"deepcompile": True}},
+                parts=("compile.deepcompile=true", "set compile.deepcompile to false"),
+                remark="removes the hooks that the plugin needs; `engine.compile()` works",
+            ),
+            "hybrid engine": RefusesConfig(
+                top={"hybrid_engine": {"enabled": True}},
+                parts=("hybrid_engine.enabled=true", "set it to false"),
+                remark="generates with kernels of its own, not tested",
+            ),
+        }.items()
+    )
+)
+
+SECTIONS: dict[str, tuple[Row, ...]] = {
+    "Models": MODELS,
+    "Training": TRAINING,
+    "Optimizers": OPTIMIZERS,
+    "Between steps": BETWEEN_STEPS,
+    "Settings of the block": SETTINGS,
+    "Memory, start and end": MEMORY_AND_LIFE,
+    "Ranks and messages": RANKS_AND_MESSAGES,
+    "Settings that quantize, shard or compile by themselves": REFUSED_SETTINGS,
+}
+TABLE: dict[str, Row] = {row.name: row for rows in SECTIONS.values() for row in rows}
+
+
+def trained() -> list[tuple[str, Trains]]:
+    """Return the features that test_support.py trains, by name of the row."""
+    cells = [(row.name, cell) for row in TABLE.values() for cell in row.of("zero")]
+    return [(name, cell) for name, cell in cells if isinstance(cell, Trains)]
+
+
+def refused_configs() -> list[tuple[str, RefusesConfig]]:
+    """Return the DeepSpeed configs that start-up refuses, by name of the row."""
+    cells = [(row.name, cell) for row in TABLE.values() for cell in row.of("zero")]
+    return [(name, cell) for name, cell in cells if isinstance(cell, RefusesConfig)]

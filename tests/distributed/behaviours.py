@@ -810,7 +810,7 @@ BETWEEN_STEPS = (
         ),
         fsdp2=refused_in(
             "fsdp2_between_steps",
-            "gradients_that_are_written_between_backwards_end_the_run_with_the_way_out",
+            "a_step_after_gradients_were_written_between_backwards_names_the_way_out",
             remark="zeros, if they wait; gradients that are written there end the run",
         ),
     ),
@@ -1043,7 +1043,11 @@ MEMORY_AND_LIFE = (
             stages=(3,),
             remark="the error names bytes and settings",
         ),
-        fsdp2=Cannot("not looked for"),
+        fsdp2=refused_in(
+            "fsdp2_setups",
+            "copies_that_do_not_fit_on_one_rank_are_refused_on_all",
+            remark="the error names bytes and settings",
+        ),
     ),
     Row(
         "copies of the weights in host memory",
@@ -1180,10 +1184,11 @@ RANKS_AND_MESSAGES = (
         zero=proven(
             "fallback", "non_finite_gradients_are_seen_skipped_and_resumed_from", stages=ALL
         ),
-        fsdp2=refused_in(
-            "fsdp2",
-            "a_block_that_cannot_work_is_refused_by_name",
-            remark="`clip_grad_norm_` with `error_if_nonfinite=True` ends such a run",
+        fsdp2=proven(
+            "fsdp2_fallback",
+            "a_loop_skips_a_step_together_and_the_next_ones_are_exact",
+            "a_step_with_inf_ends_all_ranks_if_asked_to",
+            remark="the loop asks `front.found_nonfinite()`",
         ),
     ),
     Row(
@@ -1192,27 +1197,51 @@ RANKS_AND_MESSAGES = (
         zero=proven(
             "fallback", "a_kill_file_on_one_rank_switches_all_at_the_next_step", stages=ALL
         ),
-        fsdp2=refused_in(
-            "fsdp2_users",
-            "patterns_that_match_nothing_and_better_schemes_are_named",
-            remark="not watched, and the start-up line says so",
+        fsdp2=proven(
+            "fsdp2_fallback", "a_kill_file_on_one_rank_sends_all_of_them_in_full_precision"
         ),
     ),
     Row(
         "`autotune`",
         ENDS,
         zero=proven("autotune", "a_real_run_measures_decides_and_trains", stages=(2, 3)),
-        fsdp2=refused_in(
-            "fsdp2", "a_block_that_cannot_work_is_refused_by_name", remark="name a preset"
+        fsdp2=proven(
+            "autotune",
+            "a_model_under_fsdp2_takes_the_fastest_on_its_links",
+            remark="refused with replicas",
         ),
     ),
     Row(
         "learned levels",
         ENDS,
         zero=equal_runs("resumed, learned levels, ZeRO-2", "resumed, learned levels, ZeRO-3"),
-        fsdp2=refused_in(
-            "fsdp2", "a_block_that_cannot_work_is_refused_by_name", remark='`levels: "uniform"`'
+        fsdp2=proven(
+            "fsdp2_levels",
+            "levels_are_learned_from_the_shards_of_all_ranks",
+            "a_resumed_run_goes_on_with_the_levels_it_has_learned",
         ),
+    ),
+    Row(
+        "collectives of the user (`set_custom_all_gather`, `set_custom_reduce_scatter`)",
+        "they are dropped without a word",
+        zero=OF_FSDP2,
+        fsdp2=refused_in(
+            "fsdp2_setups",
+            "collectives_of_the_user_are_refused",
+            remark="before `attach`, and at the next step if they are set later",
+        ),
+    ),
+    Row(
+        "a hook of `set_all_reduce_hook` under HSDP",
+        "it runs in micro-steps in which FSDP2 does not call it",
+        zero=OF_FSDP2,
+        fsdp2=between_steps("a_hook_of_replicas_runs_in_the_backwards_in_which_fsdp2_calls_it"),
+    ),
+    Row(
+        "kernels compiled and ranks connected at the start (CUDA)",
+        "the first step takes tens of seconds",
+        zero=proven("rehearsal", "training_launches_nothing_new", stages=ALL),
+        fsdp2=proven("rehearsal", "training_under_fsdp2_launches_nothing_new"),
     ),
 )
 

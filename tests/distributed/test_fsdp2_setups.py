@@ -19,6 +19,7 @@ from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
 from ds_quant.fsdp2.sharded_module import UnsupportedModel
 from ds_quant.fsdp2.torch_names import ReduceScatter
+from ds_quant.runtime.memory_check import Free, require_memory
 from tests import needs
 from tests.distributed.fsdp2_runs import (
     WIDTH,
@@ -507,6 +508,20 @@ def test_ranks_attach_together_after_an_attempt_that_one_gave_up(mistaken: int) 
     dist.barrier()
     front = fsdp2.attach(model, block, optimizer=optimizer)
     three_steps(Run(model, optimizer, front))
+
+
+@on_ranks(4)
+def test_copies_that_do_not_fit_on_one_rank_are_refused_on_all() -> None:
+    model = sharded()
+    block = {"scheme": "eden4", "node_size": 2, "min_numel": 64}
+    front = fsdp2.attach(model, block, optimizer=sgd(model))
+    free = 10**12 if dist.get_rank() != 2 else 1000
+    how = {"on_host": False, "holds_gradients": False, "way_out": "replicas (HSDP)"}
+    with pytest.raises(
+        RuntimeError, match=r"node shard takes .* GB on every .*replicas"
+    ):
+        require_memory(front.run, Free(free, 0), **how)
+    require_memory(front.run, Free(10**12, 0), **how)
 
 
 @on_ranks(2)

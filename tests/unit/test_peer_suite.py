@@ -9,7 +9,8 @@ from typing import Any
 
 import peer_suite
 import pytest
-from peer_suite import EXPLAINED, PLAIN, Ended
+from peer.projects import DEEPSPEED
+from peer_suite import PLAIN, Ended
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSAL = "quantized_comm cannot be used with something"
@@ -18,17 +19,17 @@ REFUSAL = "quantized_comm cannot be used with something"
 # ---- differences ----
 
 
-def test_differences_are_tests_that_pass_only_without_the_plugin(monkeypatch, tmp_path) -> None:
+def test_differences_are_tests_that_pass_only_without_the_plugin(tmp_path) -> None:
     known = [{"test": "e", "error": "losses", "schemes": ["qsdp"], "why": "8 bits"}]
     (tmp_path / "explained.json").write_text(json.dumps(known))
-    monkeypatch.setattr(peer_suite, "EXPLAINED", tmp_path / "explained.json")
+    project = DEEPSPEED._replace(folder=tmp_path)
     ok, bad = Ended("passed", world=2), Ended("failed", "losses differ")
     plain = {n: ok for n in ("same", "explained", "surprise", "refused", "hung")} | {"broken": bad}
     active = {
         "same": ok, "explained": bad, "surprise": Ended("failed", "crash", 1),
         "refused": Ended("refused", REFUSAL, 2), "broken": bad,
     }  # fmt: skip
-    result = peer_suite.content({"f.py": {PLAIN: plain, "qsdp": active}}, ["qsdp"])
+    result = peer_suite.content({"f.py": {PLAIN: plain, "qsdp": active}}, ["qsdp"], project)
     assert {row["test"]: row["why"] for row in result["differences"]} == {
         "explained": "8 bits", "surprise": None, "refused": "refused by the plugin", "hung": None,
     }  # fmt: skip
@@ -58,7 +59,7 @@ def test_every_difference_of_the_committed_result_is_explained(committed: dict[s
 
 def test_every_explanation_is_needed_and_on_the_page(committed: dict[str, Any]) -> None:
     page = " ".join((ROOT / "docs" / "peer_suite.md").read_text("utf-8").split())
-    for entry in json.loads(EXPLAINED.read_text("utf-8")):
+    for entry in DEEPSPEED.explained:
         assert re.compile(entry["test"]) and re.compile(entry["error"])
         assert any(row["why"] == entry["why"] for row in committed["differences"]), entry
     for row in committed["differences"]:

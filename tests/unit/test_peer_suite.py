@@ -9,7 +9,7 @@ from typing import Any
 
 import peer_suite
 import pytest
-from peer.projects import DEEPSPEED
+from peer.projects import DEEPSPEED, FSDP2
 from peer_suite import PLAIN, Ended
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +38,50 @@ def test_differences_are_tests_that_pass_only_without_the_plugin(tmp_path) -> No
         "collected": 6, "passed": 1, "failed": 3, "refused": 1, "skipped": 0, "not_run": 1,
         "with_plugin": 3, "communicating": 2,
     }  # fmt: skip
+
+
+def test_another_outcome_or_number_of_fronts_than_in_the_baseline_is_told() -> None:
+    before = {"a": {"qsdp": ["passed", 2]}, "b": {"qsdp": ["passed", 1]}}
+    now = {"a": {"qsdp": ["passed", 0]}, "b": {"qsdp": ["passed", 1]}, "c": {"qsdp": ["failed", 1]}}
+    lines = peer_suite.changed(now, before)
+    assert lines == [
+        "qsdp: a: ['passed', 0], in the baseline ['passed', 2]",
+        "qsdp: c: ['failed', 1], in the baseline None",
+    ]
+    assert peer_suite.changed(before, before) == []
+
+
+# ---- what ranks note, and tests of CUDA ----
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="trains"><properties><property name="test" value="f.py::trains" />
+<property name="world" value="4" /><property name="front" value="2" /></properties></testcase>
+<testcase name="refused"><properties><property name="refusal" value="a mesh of 2 ranks" />
+<property name="rank_error" value="UnsupportedModel: a mesh of 2 ranks" /></properties>
+<failure message="Process 1 exited with error code 10 and exception: ..." /></testcase>
+<testcase name="differs"><properties><property name="rank_error" value="AssertionError: 1 and 2" />
+</properties><failure message="Process 1 exited with error code 10 and exception: ..." /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_what_ranks_have_noted_names_fronts_refusals_and_errors(tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text(JUNIT)
+    assert peer_suite.read(tmp_path / "tests.xml") == {
+        "f.py::trains": Ended("passed", "", 4, 2),
+        "refused": Ended("refused", "a mesh of 2 ranks"),
+        "differs": Ended("failed", "AssertionError: 1 and 2"),
+    }
+
+
+def test_tests_of_fsdp2_name_the_cpu_instead_of_cuda() -> None:
+    text = FSDP2.adapted(
+        """x.cuda() + torch.randn(4, device="cuda"), f"cuda:{rank}", 'cuda:0', "cudagraph", """
+        "TEST_CUDA, replicate(model, device_ids=[self.rank]), p[0].grad.device.index == 1"
+    )
+    assert text == (
+        """x.cpu() + torch.randn(4, device="cpu"), f"cpu", 'cpu', "cudagraph", """
+        "TEST_CUDA, replicate(model, device_ids=None), torch.distributed.get_rank() == 1"
+    )
 
 
 # ---- the committed result ----

@@ -33,6 +33,7 @@ def on_cpu(text: str) -> str:
     """Return the text of a test file with the CPU for CUDA, except in names."""
     text = re.sub(r"""(["'])cuda(:[^"']*)?\1""", r"\1cpu\1", text)
     text = re.sub(r"device_ids=\[[^\]]*\]", "device_ids=None", text)
+    text = re.sub(r"[^\s(]+\.device\.index\b", "torch.distributed.get_rank()", text)
     text = text.replace("test_compiled_fsdp", "compiled_fsdp_test")  # renamed after 2.6
     return text.replace(".cuda()", ".cpu()")
 
@@ -43,9 +44,9 @@ def read_cuda_as_cpu(ranks: int) -> None:
     accelerator: Any = torch.accelerator
     helpers: list[Any] = [
         import_module(f"torch.testing._internal.{name}")
-        for name in ("common_cuda", "common_distributed", "common_fsdp")
+        for name in ("common_utils", "common_cuda", "common_distributed", "common_fsdp")
     ]
-    common_cuda, common_distributed, common_fsdp = helpers
+    common_utils, common_cuda, common_distributed, common_fsdp = helpers
     for module in (cuda, accelerator):
         module.device_count = lambda: ranks
     for name in ("current_stream", "Stream", "stream", "synchronize"):
@@ -55,6 +56,8 @@ def read_cuda_as_cpu(ranks: int) -> None:
     cuda.current_device = lambda: 0
     scaler: Any = GradScaler.__init__
     scaler.__defaults__ = ("cpu", *scaler.__defaults__[1:])
+    for module in (common_utils, common_fsdp):
+        module.get_cycles_per_ms = lambda: 1.0  # it would measure _sleep
     common_cuda.TEST_CUDA = True
     common_distributed.skip_if_lt_x_gpu = functools.partial(_skip_if_fewer, ranks)
     common_fsdp.DEVICE_COUNT = ranks
@@ -97,7 +100,8 @@ def _reporting_errors(join_or_run: Any) -> Any:
                 test()
             except Exception as error:
                 if not isinstance(error, SkipTest):
-                    notes.note(notes.RANK_ERROR, f"{type(error).__name__}: {error}")
+                    text, _, _ = str(error).partition("To execute this test")
+                    notes.note(notes.RANK_ERROR, f"{type(error).__name__}: {text}")
                 raise
 
         return join_or_run(case, functools.wraps(test)(reporting))

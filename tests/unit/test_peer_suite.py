@@ -57,8 +57,9 @@ JUNIT = """<testsuites><testsuite>
 <testcase name="trains"><properties><property name="test" value="f.py::trains" />
 <property name="world" value="4" /><property name="front" value="2" /></properties></testcase>
 <testcase name="refused"><properties><property name="refusal" value="a mesh of 2 ranks" />
-<property name="rank_error" value="UnsupportedModel: a mesh of 2 ranks" /></properties>
-<failure message="Process 1 exited with error code 10 and exception: ..." /></testcase>
+<property name="front" value="0" /></properties></testcase>
+<testcase name="refused in part"><properties><property name="refusal" value="a mesh of 2 ranks" />
+<property name="world" value="4" /><property name="front" value="1" /></properties></testcase>
 <testcase name="differs"><properties><property name="rank_error" value="AssertionError: 1 and 2" />
 </properties><failure message="Process 1 exited with error code 10 and exception: ..." /></testcase>
 </testsuite></testsuites>"""
@@ -69,6 +70,7 @@ def test_what_ranks_have_noted_names_fronts_refusals_and_errors(tmp_path: Path) 
     assert peer_suite.read(tmp_path / "tests.xml") == {
         "f.py::trains": Ended("passed", "", 4, 2),
         "refused": Ended("refused", "a mesh of 2 ranks"),
+        "refused in part": Ended("passed", "a mesh of 2 ranks", 4, 1),
         "differs": Ended("failed", "AssertionError: 1 and 2"),
     }
 

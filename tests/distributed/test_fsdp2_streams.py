@@ -296,8 +296,6 @@ PREFETCHED = Case("sdp4bit", prefetch=True)
 CONTROLS = {
     "records": replace(PREFETCHED, lost="record"),
     "records, lossless": Case("lossless_w_g3", prefetch=True, lost="record"),
-    "records, qsdp": Case("qsdp", prefetch=True, lost="record"),
-    "records, replicas": Case("eden4", replicas=True, prefetch=True, lost="record"),
     "waits": replace(PREFETCHED, lost="wait"),
     "waits, no prefetch": Case("sdp4bit", lost="wait"),
     "waits, lossless": Case("lossless_w_g3", prefetch=True, lost="wait"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import peer_suite
 import pytest
-from peer.projects import DEEPSPEED, FSDP2
+from peer.projects import DEEPSPEED, FSDP2, Project
 from peer_suite import PLAIN, Ended
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,32 +86,53 @@ def test_tests_of_fsdp2_name_the_cpu_instead_of_cuda() -> None:
     )
 
 
-# ---- the committed result ----
+# ---- the committed results ----
+
+COMMITTED = {
+    "peer_suite_cpu": DEEPSPEED,
+    "peer_suite_fsdp2_cpu": FSDP2,
+    "peer_suite_fsdp2_training_cpu": FSDP2,
+}
 
 
-@pytest.fixture(scope="module")
-def committed() -> dict[str, Any]:
-    path = ROOT / "benchmarks" / "results" / "peer_suite_cpu.json"
+def committed(name: str) -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
     return json.loads(path.read_text("utf-8"))
 
 
-def test_every_difference_of_the_committed_result_is_explained(committed: dict[str, Any]) -> None:
-    assert [row["test"] for row in committed["differences"] if row["why"] is None] == []
-    totals = peer_suite.totals(committed)
-    assert all(total["not_run"] == 0 for total in totals.values())
+@pytest.mark.parametrize("name", COMMITTED)
+def test_every_difference_of_the_committed_results_is_explained_on_the_page(name: str) -> None:
+    page = " ".join((ROOT / "docs" / "peer_suite.md").read_text("utf-8").split())
+    result = committed(name)
+    for row in result["differences"]:
+        assert row["why"] is not None, row["test"]
+        assert f"`{row['test'].rpartition('/')[2]}`" in page, row["test"]
+        if row["outcome"] != "refused":
+            assert row["why"] in page, row["why"]
+    totals = peer_suite.totals(result)
+    for scheme, total in totals.items():
+        assert total["not_run"] == 0
+        cells = " | ".join(str(total[count]) for count in peer_suite.COUNTS)
+        assert f"| `{scheme}` | {cells} |" in page
     assert totals["full_precision"]["communicating"] > 0
     assert totals["without"]["with_plugin"] == 0
 
 
-def test_every_explanation_is_needed_and_on_the_page(committed: dict[str, Any]) -> None:
-    page = " ".join((ROOT / "docs" / "peer_suite.md").read_text("utf-8").split())
-    for entry in DEEPSPEED.explained:
+@pytest.mark.parametrize("project", [DEEPSPEED, FSDP2], ids=lambda project: project.package)
+def test_every_explanation_is_needed(project: Project) -> None:
+    results = [committed(name) for name, its_project in COMMITTED.items() if its_project is project]
+    needed = {row["why"] for result in results for row in result["differences"]}
+    for entry in project.explained:
         assert re.compile(entry["test"]) and re.compile(entry["error"])
-        assert any(row["why"] == entry["why"] for row in committed["differences"]), entry
-    for row in committed["differences"]:
-        assert f"`{row['test'].rpartition('/')[2]}`" in page, row["test"]
-        if row["outcome"] != "refused":
-            assert row["why"] in page, row["why"]
-    for scheme, total in peer_suite.totals(committed).items():
-        cells = " | ".join(str(total[name]) for name in peer_suite.COUNTS)
-        assert f"| `{scheme}` | {cells} |" in page
+        assert entry["why"] in needed, entry
+
+
+@pytest.mark.parametrize("name", [name for name, project in COMMITTED.items() if project is FSDP2])
+def test_the_baselines_of_fsdp2_have_the_fronts_of_every_test(name: str) -> None:
+    """A new refusal would hide failures."""
+    result = committed(name)
+    for test, by_scheme in result["tests"].items():
+        assert by_scheme.keys() == result["blocks"].keys(), test
+        assert by_scheme[PLAIN][1] == 0, test
+    fronts = [by_scheme["full_precision"][1] for by_scheme in result["tests"].values()]
+    assert sum(count > 0 for count in fronts) >= len(fronts) / 2

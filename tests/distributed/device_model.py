@@ -148,7 +148,7 @@ class Model(TorchDispatchMode):
                 merged(self.host, self.now.clock)
         elif func is torch.ops.aten.lift_fresh.default:
             self._allocate(args)
-        elif not func.is_view and func.namespace != "prim":
+        elif func.namespace != "prim" and not _is_view(func, args, result):
             read, written = [], []
             given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}  # noqa: B905
             for argument in func._schema.arguments:
@@ -348,6 +348,16 @@ class Accelerator(CPU_Accelerator):
 
     def default_stream(self, device_index: Any = None) -> Stream:
         return self._model.default
+
+
+def _is_view(func: Any, args: Any, result: Any) -> bool:
+    """Return True if the result is memory of an argument. In inference mode operators such as
+    ``to`` and ``flatten``, which copy where they must, are not taken apart.
+    """
+    if not func.is_view:
+        return False
+    given = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    return all(tensor.untyped_storage()._cdata in given for tensor in _tensors(result))
 
 
 def _tensors(values: Any) -> list[Tensor]:

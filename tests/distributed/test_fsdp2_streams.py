@@ -30,7 +30,7 @@ from tests.distributed.harness import OWN_GROUP, on_ranks, scratch
 from tests.thin import thinned
 
 WIDTH = 32
-LAYERS = 4
+LAYERS = 3
 STEPS = 3
 FLOAT32_SUMS = {"reduce_dtype": torch.float32}
 ALLOWED = {"allow_full_replica": True}

@@ -1,1 +1,1 @@
-"""DeepSpeed's own tests under the plugin: the parts of peer_suite.py."""
+"""Tests of DeepSpeed and of torch under the plugin: the parts of peer_suite.py."""

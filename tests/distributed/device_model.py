@@ -7,7 +7,7 @@ too. A fault is an access that no event orders after an earlier one:
 - a read or write of memory that another stream may still write, or a write of memory that it may
   still read
 - an allocation that may get memory which another stream still uses: it was freed on its own stream
-  and was not recorded on the other one
+  and was not recorded on the other one, nor on one that had waited for the other one by then
 
 Collectives run on a stream of their process group, as NCCL's do.
 """
@@ -15,12 +15,14 @@ Collectives run on a stream of their process group, as NCCL's do.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fake_world
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
@@ -29,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_quant
 
 PACKAGE = f"{Path(ds_quant.__file__).parent}/"
+COLLECTIVES = (*fake_world.RECEIVING, "all_reduce", "broadcast")
 Clock = dict[str, int]  # by stream: the number of its operations that are done
 
 
@@ -67,6 +70,11 @@ class Stream:
         self.clock = Clock()
         # Accesses of other streams to memory that was freed on this one, and the line of the free.
         self.freed: list[tuple[Access, str]] = []
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._model)
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
         merged(self.clock, event.clock)
@@ -140,7 +148,7 @@ class Model(TorchDispatchMode):
                 merged(self.host, self.now.clock)
         elif func is torch.ops.aten.lift_fresh.default:
             self._allocate(args)
-        elif not func.is_view and func.namespace != "prim":
+        elif func.namespace != "prim" and not _is_view(func, args, result):
             read, written = [], []
             given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}  # noqa: B905
             for argument in func._schema.arguments:
@@ -204,8 +212,12 @@ class Model(TorchDispatchMode):
         if self._memory.pop(key, None) is None:
             return
         where = _caller()
+        # The allocator keeps memory until all that is queued on a recorded stream is done.
+        recorded = [self.streams[name].clock for name in memory.recorded]
         memory.owner.freed += [
-            (seen, where) for seen in memory.accesses if seen.stream not in memory.recorded
+            (seen, where)
+            for seen in memory.accesses
+            if not any(clock.get(seen.stream, 0) >= seen.count for clock in recorded)
         ]
 
     def _fault(self, access: str, seen: Access) -> None:
@@ -248,6 +260,65 @@ class _Work:
         self._tensors = []
 
 
+def is_ours(depth: int) -> bool:
+    """Return True if a function of the plugin is ``depth`` calls above the caller."""
+    return sys._getframe(1 + depth).f_code.co_filename.startswith(PACKAGE)
+
+
+def _receiving_evenly(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective of a fake group with a payload as large as what arrives: the group
+    refuses to bring anything to a rank that sends nothing.
+    """
+
+    def receive(*tensors: Tensor, **options: Any) -> Any:
+        given = [options.pop(name) for name in ("output", "input") if name in options]
+        received = [*tensors, *given][0]
+        options["input_split_sizes"] = options.get("output_split_sizes")
+        return all_to_all(received, torch.zeros_like(received), **options)
+
+    return receive
+
+
+def become_a_device(model: Model, *, keeps_records: bool = True) -> None:
+    """From here on the plugin takes this process, of a fake world, for one with the model's
+    streams. keeps_records: False to lose every ``record_stream`` of the plugin.
+    """
+    from ds_quant.comm import checksum, lossless_gather
+    from ds_quant.runtime import telemetry
+
+    for name in COLLECTIVES:
+        original = getattr(torch.distributed, name)
+        if name == "all_to_all_single":
+            original = _receiving_evenly(original)
+        setattr(torch.distributed, name, model.collective(original))
+    torch.cuda.current_stream = lambda device=None: model.now
+    torch.Tensor.is_cuda = property(lambda _: is_ours(1))
+
+    def record(tensor: Tensor, stream: Stream) -> None:
+        if keeps_records or not is_ours(1):
+            model.record(tensor, stream)
+
+    torch.Tensor.record_stream = record
+    sums = checksum._checksums
+    checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
+
+    def clock() -> float:
+        model.synchronize()
+        return time.perf_counter()
+
+    telemetry.device_clock = lambda _: clock
+
+    def touched(
+        wire: Any, starts: Any, lengths: Any, reference: Any, out: Any, status: Any, *, backend: str
+    ) -> None:
+        out.add_(wire.sum() * 0)  # zeros are no message
+        status.add_(0)
+
+    lossless_gather.decode_lossless = touched
+    gather = lossless_gather.LosslessGather
+    gather._agree = fake_world._at_full_length(gather._agree)
+
+
 class Accelerator(CPU_Accelerator):
     """DeepSpeed's accelerator for the device."""
 
@@ -279,22 +350,32 @@ class Accelerator(CPU_Accelerator):
         return self._model.default
 
 
+def _is_view(func: Any, args: Any, result: Any) -> bool:
+    """Return True if the result is memory of an argument. In inference mode operators such as
+    ``to`` and ``flatten``, which copy where they must, are not taken apart.
+    """
+    if not func.is_view:
+        return False
+    given = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    return all(tensor.untyped_storage()._cdata in given for tensor in _tensors(result))
+
+
 def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
-        return [values]
+        return [getattr(values, "_local_tensor", values)]  # of a DTensor
     if isinstance(values, list | tuple):
         return [tensor for value in values for tensor in _tensors(value)]
     return []
 
 
 def _caller() -> str:
-    """Return the line of the plugin or of DeepSpeed that called the operation."""
+    """Return the line of the plugin, of DeepSpeed or of FSDP2 that called the operation."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(PACKAGE):
             return f"ds_quant/{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
-        if "/deepspeed/runtime/" in path:
+        if "/deepspeed/runtime/" in path or "/fsdp/_fully_shard/" in path:
             return f"{path.rpartition('/site-packages/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

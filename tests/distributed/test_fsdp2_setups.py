@@ -517,9 +517,7 @@ def test_copies_that_do_not_fit_on_one_rank_are_refused_on_all() -> None:
     front = fsdp2.attach(model, block, optimizer=sgd(model))
     free = 10**12 if dist.get_rank() != 2 else 1000
     how = {"on_host": False, "holds_gradients": False, "way_out": "replicas (HSDP)"}
-    with pytest.raises(
-        RuntimeError, match=r"node shard takes .* GB on every .*replicas"
-    ):
+    with pytest.raises(RuntimeError, match=r"node shard takes .* GB on every .*replicas"):
         require_memory(front.run, Free(free, 0), **how)
     require_memory(front.run, Free(10**12, 0), **how)
 

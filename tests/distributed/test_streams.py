@@ -9,12 +9,10 @@ away on purpose the model must notice.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import ds_quant
 from ds_quant.comm.reduction_plan import presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import QuantizedCommConfig
@@ -44,79 +41,26 @@ from tests.distributed.test_offload_states import INCLUDE
 from tests.distributed.test_spread import small_chunks
 from tests.thin import thinned
 
-PACKAGE = f"{Path(ds_quant.__file__).parent}/"  # a checkout's own folder may be called ds_quant
-
-COLLECTIVES = (*fake_world.RECEIVING, "all_reduce", "broadcast")
 # The first micro-step, one between and the last take different branches.
 MICRO_STEPS = 3
 SEPARATE_GRADIENTS = {"contiguous_gradients": False}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
-def _is_ours(depth: int) -> bool:
-    return sys._getframe(1 + depth).f_code.co_filename.startswith(PACKAGE)
-
-
-def _receiving_evenly(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective of a fake group with a payload as large as what arrives: the group
-    refuses to bring anything to a rank that sends nothing.
-    """
-
-    def receive(*tensors: Tensor, **options: Any) -> Any:
-        given = [options.pop(name) for name in ("output", "input") if name in options]
-        received = [*tensors, *given][0]
-        options["input_split_sizes"] = options.get("output_split_sizes")
-        return all_to_all(received, torch.zeros_like(received), **options)
-
-    return receive
-
-
 def _become_a_device(model: Any, lost: str) -> None:
     """From here on DeepSpeed and the plugin take this process for one with the model's streams."""
     from deepspeed.accelerator import real_accelerator
 
-    from ds_quant.comm import checksum, lossless_gather
-    from ds_quant.runtime import telemetry
     from ds_quant.zero import accelerator, attach
-    from tests.distributed.device_model import Accelerator
+    from tests.distributed.device_model import Accelerator, become_a_device
 
     real_accelerator.ds_accelerator = Accelerator(model)
-    for name in COLLECTIVES:
-        original = getattr(torch.distributed, name)
-        if name == "all_to_all_single":
-            original = _receiving_evenly(original)
-        setattr(torch.distributed, name, model.collective(original))
-    torch.cuda.current_stream = lambda device=None: model.now
-    torch.Tensor.is_cuda = property(lambda _: _is_ours(1))
-
-    def record(tensor: torch.Tensor, stream: Any) -> None:
-        if lost != "recorded" or not _is_ours(1):
-            model.record(tensor, stream)
-
-    torch.Tensor.record_stream = record
+    become_a_device(model, keeps_records=lost != "recorded")
     if lost == "barrier":
         accelerator.StepBarrier.wait = lambda _: None
     as_on_cuda = {"device": lambda: torch.device("cuda")}
     attach.accelerator = SimpleNamespace(**vars(accelerator) | as_on_cuda)
     attach.warm_up = lambda *_: None
-    sums = checksum._checksums
-    checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
-
-    def clock() -> float:
-        model.synchronize()
-        return time.perf_counter()
-
-    telemetry.device_clock = lambda _: clock
-
-    def touched(
-        wire: Any, starts: Any, lengths: Any, reference: Any, out: Any, status: Any, *, backend: str
-    ) -> None:
-        out.add_(wire.sum() * 0)  # zeros are no message
-        status.add_(0)
-
-    lossless_gather.decode_lossless = touched
-    gather = lossless_gather.LosslessGather
-    gather._agree = fake_world._at_full_length(gather._agree)
 
 
 def faults(
@@ -226,11 +170,13 @@ def test_every_feature_knows_that_what_it_touches_is_done(
 
 def away_and_back(engine: Any, step: int, _: int) -> list[float]:
     """States leave the device after every micro-step and come back to it as copies."""
+    from tests.distributed.device_model import is_ours
+
     losses, to = [], Tensor.to
 
     def copied(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         moved = to(tensor, *args, **options)
-        return moved.clone() if moved is tensor and _is_ours(1) else moved
+        return moved.clone() if moved is tensor and is_ours(1) else moved
 
     for micro in range(MICRO_STEPS):
         losses.append(forward(engine, step, micro))

@@ -12,7 +12,8 @@ import functools
 import gc
 from typing import Any
 
-from peer import plugin
+from peer import notes
+from peer.deepspeed import plugin
 
 plugin.insert()
 
@@ -44,7 +45,7 @@ def _report_errors(original: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            plugin.note("rank_error", f"{type(error).__name__}: {error}")
+            notes.note(notes.RANK_ERROR, f"{type(error).__name__}: {error}")
             raise
 
     return run

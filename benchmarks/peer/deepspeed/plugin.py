@@ -1,40 +1,21 @@
-"""pytest plugin (-p peer.plugin): puts the block into every config that enables ZeRO 1 to 3.
+"""pytest plugin (-p peer.deepspeed.plugin): puts the block into every config of ZeRO 1 to 3.
 
-PEER_SUITE_BLOCK is the block as JSON; empty: configs stay as they are. All processes write the
-number of ranks with the block and the errors of ranks to the file PEER_SUITE_NOTES. The largest
-number of a test becomes its property "world" in the JUnit file. A test that hangs fails; its ranks
-are ended and the next test runs.
+A test that hangs fails; its ranks are ended and the next test runs.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BLOCK, NOTES, KEY = "PEER_SUITE_BLOCK", "PEER_SUITE_NOTES", "quantized_comm"
+from peer import notes
 
-
-def note(kind: str, value: Any) -> None:
-    """Append a line with a single write, because all processes share the file."""
-    handle = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(handle, (json.dumps([kind, value]) + "\n").encode())
-    os.close(handle)
-
-
-def noted(kind: str) -> list[Any]:
-    """Return what the processes of the current test have noted."""
-    path = Path(os.environ[NOTES])
-    if not path.exists():
-        return []
-    notes = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return [value for note_kind, value in notes if note_kind == kind]
+KEY = "quantized_comm"
 
 
 def with_block(param_dict: dict[str, Any], block: dict[str, Any]) -> dict[str, Any]:
@@ -43,13 +24,13 @@ def with_block(param_dict: dict[str, Any], block: dict[str, Any]) -> dict[str, A
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3) or KEY in param_dict:
         return param_dict
-    note("world", int(os.environ.get("WORLD_SIZE", "1")))
+    notes.note(notes.WORLD, int(os.environ.get("WORLD_SIZE", "1")))
     return {**param_dict, KEY: block}
 
 
 def insert() -> None:
     """Patch the function by which ds_quant reads a config, so that it finds the block."""
-    block = json.loads(os.environ.get(BLOCK) or "null")
+    block = notes.block()
     if block is None:
         return
     from ds_quant.config import schema
@@ -66,12 +47,7 @@ def insert() -> None:
 
 def pytest_configure() -> None:
     insert()  # for tests that build an engine or a config in this process
-    multiprocessing.set_forkserver_preload(["peer.ranks"])
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.user_properties.append(("test", item.nodeid))
+    multiprocessing.set_forkserver_preload(["peer.deepspeed.ranks"])
 
 
 def pytest_collection_finish() -> None:
@@ -97,14 +73,3 @@ def pytest_collection_finish() -> None:
 
     exec_class._launch_procs = launched
     exec_class._close_pool = closed
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
-    Path(os.environ[NOTES]).unlink(missing_ok=True)
-    try:
-        return (yield)
-    finally:
-        item.user_properties.append(("world", max(noted("world"), default=0)))
-        for error in noted("rank_error")[:1]:
-            item.user_properties.append(("rank_error", error))

@@ -1,0 +1,1 @@
+"""torch's tests of FSDP2: the pytest plugin, the files, the explanations."""

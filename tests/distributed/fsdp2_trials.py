@@ -339,7 +339,7 @@ def with_a_frozen_teacher(run: Run) -> None:
     teacher = sharded()
     teacher.requires_grad_(False)
     if run.front is not None:
-        fsdp2.attach(teacher, block_of(run.front.scheme.name), optimizer=[])
+        fsdp2.attach(teacher, block_of(run.front.run.scheme.name), optimizer=[])
     for seed in range(3):
         with torch.no_grad():
             target = teacher(rows(seed))
@@ -354,7 +354,7 @@ def with_an_opponent(run: Run) -> None:
     other = sharded()
     its_optimizer = sgd(other)
     if run.front is not None:
-        fsdp2.attach(other, block_of(run.front.scheme.name), optimizer=its_optimizer)
+        fsdp2.attach(other, block_of(run.front.run.scheme.name), optimizer=its_optimizer)
     for seed in range(3):
         made = functional.pad(run.model(rows(seed)), (0, WIDTH - 5))
         loss = other(made).square().mean()

@@ -80,11 +80,6 @@ class Claim:
     hours: float = 0.0
 
 
-def unmeasured(label: str, unit: str = "x") -> Point:
-    """Return a point that nothing has measured yet; the claim's ``needs`` says what it takes."""
-    return Point(label=label, unit=unit)
-
-
 class Results:
     """The committed result files of a folder."""
 
@@ -131,10 +126,17 @@ class Results:
         raise KeyError(f"{name}.json has no row {scheme!r}")
 
     def speed(
-        self, name: str, scheme: str, rate: float, label: str, theirs: float | None = None
+        self,
+        name: str,
+        scheme: str,
+        rate: float,
+        label: str,
+        theirs: float | None = None,
+        *,
+        point: int = 0,
     ) -> Point:
-        """Return the speed-up of a scheme at a link rate, at the first point of the file."""
-        for row in self.file(name)["points"][0]["rows"]:
+        """Return the speed-up of a scheme at a link rate. point: index of stage and topology."""
+        for row in self.file(name)["points"][point]["rows"]:
             if row["scheme"] == scheme and row["rate"] == rate:
                 half = (row["speedup_max"] - row["speedup_min"]) / 2
                 return Point(label=label, theirs=theirs, ours=row["speedup"], half=half, unit="x")
@@ -151,12 +153,26 @@ _START = (
     "python benchmarks/convergence.py --layers 2 --width 64 --seq-len 64 --base-steps 0 --steps "
     "400 --pairs {pairs} --most-pairs {pairs} --schemes "
 )
-_LAB = "sudo python benchmarks/speed.py --stages 3 --topologies 2x2 --rates 10 50 200 --schemes "
+_LAB = "sudo python benchmarks/speed.py --stages 3 --topologies 2x2 --rates 10 50 --schemes "
+_SMALL_STEPS = (
+    " --layers 2 --width 384 --heads 6 --seq-len 16 --batch 1 --blocks 4 --steps-per-block 1 "
+    "--warmup 2"
+)
 _LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
-_IDLE = "an idle machine: step times on a busy one mean nothing"
 
 # ---- QSDP ----
 
+# Part of a scheme that is used alone -> scheme.
+_QSDP_ROLES = {
+    "weights alone": "qsdp:gradients.enabled=false",
+    "gradients alone": "qsdp:weights.enabled=false",
+    "both": "qsdp",
+}
+_SDP4BIT_ROLES = {
+    "qWD alone": "sdp4bit_baseline:qwd",
+    "TLq-HS alone": "tlq_hs",
+    "both": "sdp4bit",
+}
 _WIDTHS = {4: "qsdp_w4g4", 5: "qsdp:weights.bits=5,gradients.bits=4",
            6: "qsdp:weights.bits=6,gradients.bits=4"}  # fmt: skip
 
@@ -356,7 +372,7 @@ QSDP_CLAIMS = (
         name="Training is up to 2.2 times as fast.",
         place=f"abstract (2.2x); 10 Gb/s and 1.15x at 100 Gb/s {UNCHECKED}",
         evidence=PARTLY,
-        shown=("against bf16, 10 Mbit/s", "what the bytes allow against the paper's baseline"),
+        shown=("against bf16, 10 Mbit/s", "against the paper's baseline, 10 Mbit/s"),
         theirs="2.2x end to end; the baseline sends fp32 weights and fp16 gradients, 10 bytes "
         f"{UNCHECKED}",
         points=lambda results: [
@@ -373,17 +389,29 @@ QSDP_CLAIMS = (
                 ours=results.quick("Q6")["against fp32 weights and fp16 gradients"],
                 unit="x",
             ),
-            unmeasured("measured against the paper's baseline"),
+            *(
+                results.speed(
+                    "speed_qsdp_baseline_cpu",
+                    "qsdp",
+                    rate,
+                    f"against the paper's baseline, {rate} Mbit/s",
+                    theirs=2.2,
+                )
+                for rate in (10, 50)
+            ),
         ],
         tolerance="at 10 Mbit/s 0.9 of what the bytes allow, or more",
         holds=lambda points: (
             value(points, "against bf16, 10 Mbit/s")
             >= 0.9 * value(points, "what the bytes allow against bf16")
         ),
-        how="steps of ZeRO-3 on 2 hosts of 2 CPU ranks, 10.8 M parameters; bytes by formula",
+        how="steps of ZeRO-3 on 2 hosts of 2 CPU ranks, of 10.8 M parameters, and of 3.7 M against "
+        "the paper's baseline; bytes by formula",
         measure=quick.qsdp_bytes,
-        command=_LAB + "qsdp_baseline full_precision qsdp deepspeed_plain --baseline qsdp_baseline",
-        needs=f"for the paper's own baseline {_IDLE}; its links of 10 to 100 Gb/s",
+        command=_LAB
+        + "qsdp_baseline full_precision qsdp deepspeed_plain --baseline qsdp_baseline"
+        + _SMALL_STEPS,
+        needs="the paper's links of 10 to 100 Gb/s",
     ),
     Claim(
         id="Q7",
@@ -391,27 +419,31 @@ QSDP_CLAIMS = (
         name="Compressing both weights and gradients gains more than either.",
         place="figure of step time against compression",
         unchecked=True,
-        evidence=PREDICTED,
-        shown=("weights alone", "gradients alone", "both"),
+        shown=tuple(f"{role}, 10 Mbit/s" for role in _QSDP_ROLES),
         theirs="weights matter more: they are sent twice",
         points=lambda results: [
             *(
-                Point(label=label, ours=figure, unit="x")
+                Point(label=f"{label}, by bytes", ours=figure, unit="x")
                 for label, figure in results.quick("Q7").items()
             ),
-            unmeasured("the same, measured"),
+            *(
+                results.speed("speed_qsdp_roles_cpu", scheme, rate, f"{role}, {rate} Mbit/s")
+                for role, scheme in _QSDP_ROLES.items()
+                for rate in (10, 50)
+            ),
         ],
         tolerance="both > weights alone > gradients alone",
-        holds=lambda points: (
-            value(points, "both")
-            > value(points, "weights alone")
-            > value(points, "gradients alone")
+        holds=lambda points: all(
+            value(points, f"both, {at}")
+            > value(points, f"weights alone, {at}")
+            > value(points, f"gradients alone, {at}")
+            for at in ("by bytes", "10 Mbit/s", "50 Mbit/s")
         ),
-        how="bytes by formula, against bf16 under ZeRO-3 with two gathers",
+        how="bytes by formula, against bf16 under ZeRO-3 with two gathers; steps on 2 hosts of 2 "
+        "CPU ranks, 3.7 M parameters",
         measure=quick.one_role_bytes,
         command=_LAB + "full_precision qsdp qsdp:gradients.enabled=false "
-        "qsdp:weights.enabled=false qwd tlq_hs",
-        needs=f"for step times {_IDLE}",
+        "qsdp:weights.enabled=false" + _SMALL_STEPS,
     ),
     Claim(
         id="Q8",
@@ -644,67 +676,88 @@ SDP4BIT_CLAIMS = (
         paper=SDP4BIT,
         name="Training is 1.5 to 4.1 times as fast.",
         place="Table 2",
-        evidence=PREDICTED,
-        shown=("A100 18B", "H800 18B", "measured against bf16, 10 Mbit/s"),
+        evidence=PARTLY,
+        shown=("A100 18B", "H800 18B", "measured against the paper's baseline, 10 Mbit/s"),
         theirs="2.39 to 3.44x on 64 A100, 1.53 to 4.08x on 128 H800; the baseline reduces fp32 "
         "gradients, 6 bytes",
         points=lambda results: [
             *_beside(results, "S5", _TABLE_2, "x"),
             results.speed("speed_2x2_cpu", "sdp4bit", 10, "measured against bf16, 10 Mbit/s"),
-            unmeasured("measured against the paper's baseline"),
+            *(
+                results.speed(
+                    "speed_sdp4bit_baseline_cpu",
+                    "sdp4bit",
+                    rate,
+                    f"measured against the paper's baseline, {rate} Mbit/s",
+                )
+                for rate in (10, 50)
+            ),
         ],
         tolerance="the model within a factor of 1.5",
         holds=_within(1.5),
         how="bytes, the paper's own step times and one link rate per cluster, fitted to its rows "
         "(benchmarks/table2.py: 163 Gb/s into a node of A100, 446 of H800); measured: ZeRO-3 on 2 "
-        "hosts of 2 CPU ranks",
+        "hosts of 2 CPU ranks, 10.8 M parameters, and 3.7 M against the paper's baseline",
         measure=quick.published_speedups,
         command=_LAB + "sdp4bit_baseline full_precision sdp4bit deepspeed_plain "
-        "--baseline sdp4bit_baseline",
-        needs=f"for the paper's own baseline {_IDLE}; a cluster for its sizes",
+        "--baseline sdp4bit_baseline" + _SMALL_STEPS,
+        needs="a cluster for the paper's sizes",
     ),
     Claim(
         id="S6",
         paper=SDP4BIT,
         name="Gradients bring more than weights, and both bring most.",
         place="Fig. 8, 2.7 B parameters",
-        evidence=PREDICTED,
-        shown=("qWD alone", "TLq-HS alone", "both"),
+        shown=tuple(f"{role}, 10 Mbit/s" for role in _SDP4BIT_ROLES),
         theirs="qWD alone 1.1 to 1.2x, TLq-HS alone 1.4 to 1.8x, both 1.6 to 2.4x",
         points=lambda results: [
             *_beside(results, "S6", {"qWD alone": 1.15, "TLq-HS alone": 1.6, "both": 2.0}, "x"),
-            unmeasured("the same, measured"),
+            *(
+                results.speed("speed_sdp4bit_roles_cpu", scheme, rate, f"{role}, {rate} Mbit/s")
+                for role, scheme in _SDP4BIT_ROLES.items()
+                for rate in (10, 50)
+            ),
         ],
-        tolerance="both > TLq-HS alone > qWD alone, each at least the paper's",
+        tolerance="by bytes and at 10 Mbit/s both > TLq-HS alone > qWD alone; by bytes each at "
+        "least the paper's",
         holds=lambda points: (
             value(points, "both") > value(points, "TLq-HS alone") > value(points, "qWD alone")
+            and value(points, "both, 10 Mbit/s")
+            > value(points, "TLq-HS alone, 10 Mbit/s")
+            > value(points, "qWD alone, 10 Mbit/s")
             and all((point.ours or 0.0) >= (point.theirs or 0.0) for point in points.values())
         ),
         how="what the bytes allow under ZeRO-1, against bf16 weights and fp32 gradients; theirs "
-        "is the middle of the range",
+        "is the middle of the range; measured: ZeRO-2 on 2 hosts of 2 CPU ranks, 3.7 M parameters",
         measure=quick.sdp4bit_bytes,
-        command="sudo python benchmarks/speed.py --stages 2 --topologies 2x2 --rates 10 50 200 "
-        "--schemes sdp4bit_baseline full_precision qwd tlq_hs sdp4bit --baseline sdp4bit_baseline",
-        needs=f"for step times {_IDLE}",
+        command="sudo python benchmarks/speed.py --stages 2 --topologies 2x2 --rates 10 50 "
+        "--schemes sdp4bit_baseline sdp4bit_baseline:qwd tlq_hs sdp4bit "
+        "--baseline sdp4bit_baseline" + _SMALL_STEPS,
     ),
     Claim(
         id="S7",
         paper=SDP4BIT,
         name="The speed-up lasts over numbers of nodes.",
         place="Fig. 7, averages over 4 to 16 nodes",
-        evidence=PREDICTED,
+        evidence=PARTLY,
+        shown=("A100 6.7B", "`sdp4bit`, 2 hosts", "`sdp4bit`, 4 hosts"),
         theirs="A100: 6.7 B 3.40x, 13 B 2.49x; H800: 6.7 B 3.08x, 13 B 3.73x",
         points=lambda results: [
             *_beside(results, "S7", _FIG_7, "x"),
-            unmeasured("measured on 2, 3 and 4 hosts"),
+            *(
+                results.speed("speed_hosts_cpu", scheme, 50, f"`{scheme}`, {hosts} hosts", point=i)
+                for scheme in ("qsdp", "sdp4bit")
+                for i, hosts in enumerate((2, 3, 4))
+            ),
         ],
         tolerance="the model within a factor of 1.25",
         holds=_within(1.25),
-        how="the model of S5 on 4, 6, 8, 12 and 16 nodes with the compute of 16",
+        how="the model of S5 on 4, 6, 8, 12 and 16 nodes with the compute of 16; measured: ZeRO-3 "
+        "at 50 Mbit/s on 2, 3 and 4 hosts of one CPU rank each, 3.7 M parameters, against bf16",
         measure=quick.speedups_over_nodes,
         command="sudo python benchmarks/speed.py --stages 3 --topologies 2x1 3x1 4x1 --rates 50 "
-        "--schemes full_precision qsdp sdp4bit",
-        needs=f"for 2, 3 and 4 hosts {_IDLE}",
+        "--schemes full_precision qsdp sdp4bit" + _SMALL_STEPS,
+        needs="a cluster for the paper's numbers of nodes",
     ),
     Claim(
         id="S8",
@@ -730,9 +783,7 @@ SDP4BIT_CLAIMS = (
         "transform and encode one after the other, interleaved, equal bytes; the paper's figure "
         "includes the network",
         measure=quick.hadamard_fusion,
-        command="sudo python benchmarks/speed.py --stages 2 --topologies 2x2 --rates 10 50 "
-        "--schemes sdp4bit_baseline tlq_hs ulq --baseline sdp4bit_baseline",
-        needs=f"a GPU for the kernels' times, {_IDLE} for the network's",
+        needs="a GPU for the kernels' times; steps of the same schemes are in S6",
     ),
     Claim(
         id="S9",
@@ -792,7 +843,7 @@ SDP4BIT_CLAIMS = (
         how="share of the communication that a step hides, against the same engine with every "
         "message awaited where it is posted; measured with the code of b630f55",
         command=_LAB + "full_precision qsdp sdp4bit --overlap",
-        needs=f"to repeat it with today's code {_IDLE}; two buckets in flight need a GPU",
+        needs="two buckets in flight need a GPU",
     ),
     Claim(
         id="S12",

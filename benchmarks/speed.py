@@ -19,6 +19,7 @@ fsdp2_hsdp       FSDP2 as shipped, sharded inside nodes: gradients cross between
 
 qsdp_baseline    the baseline of QSDP: fp32 weights, fp16 gradients, over this plugin's collectives
 sdp4bit_baseline that of SDP4Bit: bf16 weights, fp32 gradients, in the same way
+sdp4bit_baseline:SCHEME  a scheme in its dtypes: what a scheme leaves in full precision has them
 
 fsdp2:SCHEME and fsdp2_hsdp:SCHEME are the same with the plugin; other schemes run under DeepSpeed.
 Over gloo FSDP2 waits for every collective.
@@ -177,15 +178,17 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
         "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
-    first, _, under_fsdp2 = scheme.partition(":")
+    first, _, inner = scheme.partition(":")
     if first in MESHES:
         config["fsdp2"] = MESHES[first]
     if scheme == "deepspeed_hpz":
         zero["zero_hpz_partition_size"] = ranks
     if scheme not in RIVALS:
-        config |= PAPERS.get(scheme, {})
-        name = DEFAULT_BASELINE if scheme in PAPERS else scheme
-        (entry,) = parse_schemes(under_fsdp2 if first in MESHES else name)
+        config |= PAPERS.get(first, {})
+        name = scheme
+        if first in MESHES or first in PAPERS:
+            name = inner or DEFAULT_BASELINE
+        (entry,) = parse_schemes(name)
         block = {
             "scheme": entry.name,
             "node_size": ranks,

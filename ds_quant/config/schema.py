@@ -144,8 +144,8 @@ class FallbackConfig(Block):
     on_nonfinite: Literal["skip", "raise", "full_precision"] = Field(
         "skip",
         description="When the gradients of a step hold NaN or Inf. skip: what DeepSpeed or the "
-        "loop does; raise: end all ranks, naming step and parameter, before the optimizer uses them; "
-        "full_precision: as skip, and the next steps are sent in full precision.",
+        "loop does; raise: end all ranks, naming step and parameter, before the optimizer uses "
+        "them; full_precision: as skip, and the next steps are sent in full precision.",
     )
     steps: Positive = Field(
         100, description="Optimizer steps in full precision after such a step (full_precision)."

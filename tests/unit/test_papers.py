@@ -64,10 +64,15 @@ def test_a_figure_outside_its_tolerance_and_a_reason_that_is_not_needed_are_foun
     unmet = replace(BY_ID["S3"], differs="")
     (problem,) = papers.problems(unmet, COMMITTED)
     assert "say why in `differs`: 0.14 M parameters: +0.048 +-0.008 %" in problem
-    without_reason = replace(BY_ID["S6"], needs="")
+    predicted = BY_ID["S13"]
+    without_reason = replace(
+        predicted,
+        needs="",
+        points=lambda results: [*predicted.points(results), Point(label="unmeasured")],
+    )
     assert papers.problems(without_reason, COMMITTED) == [
-        "S6: predicted, and `needs` does not say what it takes",
-        "S6: a point without a figure of ours, and nothing in `needs`",
+        "S13: predicted, and `needs` does not say what it takes",
+        "S13: a point without a figure of ours, and nothing in `needs`",
     ]
 
 

@@ -1,7 +1,7 @@
 """Draw mutants of the package at random and see how many of them a test kills.
 
     TEST_COVERAGE=FOLDER python -m pytest -p tests.mutation_coverage -m "QUICK"
-    python -m tests.mutation_sample --coverage FOLDER --results FILE [--tools] [--seed N]
+    python -m tests.mutation_sample --coverage FOLDER --results FILE [--rooms ROOM ...] [--seed N]
 
 QUICK is ``not (gpu or slow or clients or alone)``: tests that compare times would fail by chance.
 The mutants are those of mutmut (``pip install mutmut coverage``) and of three operators below. One
@@ -324,17 +324,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation_sample", description=__doc__)
     parser.add_argument("--coverage", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--results", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--tools", action="store_true", help="of ds_quant/tools, else of the rest")
+    paths = list(ROOT.glob("ds_quant/**/*.py"))
+    rooms = sorted({path.parent.name for path in paths})
+    but_tools = [room for room in rooms if room != "tools"]
+    parser.add_argument("--rooms", nargs="+", choices=rooms, default=but_tools)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first that is tried")
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2, help="mutants tried at once")
     arguments = parser.parse_args()
-    files = [
-        path
-        for path in ROOT.glob("ds_quant/**/*.py")
-        if (path.parent.name == "tools") == arguments.tools
-    ]
+    files = [path for path in paths if path.parent.name in arguments.rooms]
     mutants = list(sample(places(files), arguments.seed, arguments.count))[arguments.first :]
     import_once()
     run(mutants, Covered(arguments.coverage), arguments.results, arguments.workers)

@@ -723,7 +723,8 @@ SDP4BIT_CLAIMS = (
         "(benchmarks/table2.py: 163 Gb/s into a node of A100, 446 of H800); measured: ZeRO-3 on 2 "
         "hosts of 2 CPU ranks, 10.8 M parameters, and 3.7 M against the paper's baseline. There "
         "weights are gathered 1.5 times and the baseline sends 7 bytes; with 6 bytes, as under "
-        "ZeRO-2, see S6. The rows that the link rates are fitted to, A100 18B and H800 6.7B, are met exactly",
+        "ZeRO-2, see S6. A100 18B and H800 6.7B, to which the link rates are fitted, are met "
+        "exactly",
         measure=quick.published_speedups,
         command=_LAB
         + "sdp4bit_baseline full_precision sdp4bit --baseline sdp4bit_baseline"

@@ -342,7 +342,7 @@ def test_a_block_that_cannot_work_is_refused_by_name() -> None:
 def test_models_that_cannot_be_served_are_refused_by_name() -> None:
     from torch.distributed.tensor import Shard
 
-    with pytest.raises(ValueError, match="no module that fully_shard was called on"):
+    with pytest.raises(ValueError, match="Net holds no module that fully_shard was called on"):
         fsdp2.attach(new_model(), {}, optimizer=[])
     model = fully_shard(nn.Linear(8, 8, bias=False), shard_placement_fn=lambda _: Shard(1))
     with pytest.raises(ValueError, match=r"module \(root\) has shard_placement_fn shards dim 1"):

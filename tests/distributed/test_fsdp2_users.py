@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ds_quant
@@ -98,6 +100,21 @@ def test_metrics_are_written_every_interval_by_rank_0() -> None:
     assert 0 < line["gradients/intra/error"] < 1e-3 < line["gradients/inter/error"] < 5e-2
     assert 0.5 < line["weights/inter/saved"] < 1 and 0.5 < line["gradients/inter/saved"] < 1
     assert not front.run.traffic.meter.is_open
+
+
+@on_ranks(4)
+def test_exact_gathers_are_measured_in_sampled_steps() -> None:
+    file = scratch() / "metrics.jsonl"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = fully_shard(nn.Linear(64, 32, bias=False), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    metrics = {"interval": 1, "file": str(file)}
+    fsdp2.attach(model, {"scheme": "eden4", "metrics": metrics}, optimizer=optimizer)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    torch.distributed.barrier()
+    (line,) = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert line["weights/intra/bits"] == 32 and line["weights/intra/error"] == 0
 
 
 @on_ranks(2)

@@ -78,3 +78,18 @@ def test_lossless_differences_of_a_first_step_may_be_short(
     assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
     assert all("and 1000 or more were expected" in line for line in logged)
     assert plugin.hooks.after_step == []
+
+
+def test_a_step_that_is_skipped_without_a_policy_changes_nothing() -> None:
+    """As with a kill file alone: the loss scale of fp16 overflows."""
+    run: Any = SimpleNamespace(
+        state=SchemeState(),
+        step=7,
+        counted_steps=9,
+        finite_flags=None,
+        log=lambda message: None,
+        is_full_precision=lambda step: False,
+    )
+    fallback = Fallback(run, FallbackConfig(on_nonfinite="skip"), resync=lambda: None)
+    fallback.after_step(skipped=True)
+    assert run.state == SchemeState()

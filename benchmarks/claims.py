@@ -58,7 +58,7 @@ class Claim:
     measure: a measurement of seconds: returns figures by name.
     command: the command for the rest, run from the checkout.
     needs: what is missing here; "": nothing.
-    hours: of computing that the figures took, on one of two CPU cores.
+    hours: that the figures took: a loss on one of two CPU cores, a step time on both.
     """
 
     id: str
@@ -427,6 +427,7 @@ QSDP_CLAIMS = (
         + "qsdp_baseline full_precision qsdp deepspeed_plain --baseline qsdp_baseline"
         + _small_steps("speed_qsdp_baseline_cpu", blocks=4, warmup=2),
         needs="the paper's links of 10 to 100 Gb/s",
+        hours=0.12,
     ),
     Claim(
         id="Q7",
@@ -460,6 +461,7 @@ QSDP_CLAIMS = (
         measure=quick.one_role_bytes,
         command=_LAB + "full_precision qsdp qsdp:gradients.enabled=false "
         "qsdp:weights.enabled=false" + _small_steps("speed_qsdp_roles_cpu"),
+        hours=0.05,
     ),
     Claim(
         id="Q8",
@@ -730,6 +732,7 @@ SDP4BIT_CLAIMS = (
         + "sdp4bit_baseline full_precision sdp4bit --baseline sdp4bit_baseline"
         + _small_steps("speed_sdp4bit_baseline_cpu"),
         needs="a cluster for the paper's sizes",
+        hours=0.05,
     ),
     Claim(
         id="S6",
@@ -764,6 +767,7 @@ SDP4BIT_CLAIMS = (
         command="sudo python benchmarks/speed.py --stages 2 --topologies 2x2 --rates 10 50 "
         "--schemes sdp4bit_baseline sdp4bit_baseline:qwd tlq_hs sdp4bit "
         "--baseline sdp4bit_baseline" + _small_steps("speed_sdp4bit_roles_cpu"),
+        hours=0.05,
     ),
     Claim(
         id="S7",
@@ -797,6 +801,7 @@ SDP4BIT_CLAIMS = (
         command="sudo python benchmarks/speed.py --stages 3 --topologies 2x1 3x1 4x1 --rates 50 "
         "--schemes full_precision qsdp sdp4bit" + _small_steps("speed_hosts_cpu"),
         needs="a cluster for the paper's numbers of nodes",
+        hours=0.03,
     ),
     Claim(
         id="S8",

@@ -144,7 +144,7 @@ def page(results: Results) -> str:
         )
     parts = [ABOUT.strip(), table(["", "claim", "paper", "here", "verdict"], rows)]
     hours = sum(claim.hours for claim in CLAIMS)
-    parts.append(f"The losses of rows that say so took {hours:.1f} hours of one CPU core together.")
+    parts.append(f"The figures of rows that say so took {hours:.1f} hours together.")
     for paper, picture in PICTURES.items():
         parts.append(f"![{paper}: figures of the paper beside ours]({picture})")
     parts += [details(claim, results) for claim in CLAIMS]
@@ -186,7 +186,7 @@ def details(claim: Claim, results: Results) -> str:
     if claim.needs:
         facts.append(f"- Needs: {claim.needs}.")
     if claim.hours:
-        facts.append(f"- Took: about {60 * claim.hours:.0f} minutes of one CPU core.")
+        facts.append(f"- Took: about {60 * claim.hours:.0f} minutes.")
     lines.append("\n".join(facts))
     return "\n\n".join(lines)
 

@@ -55,7 +55,7 @@ def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
                 config=one_gpu.config_of(args, scheme),
             )
             plugin = engine.ds_quant_plugin
-            warm_up_kernels(plugin.run, plugin.kinds(), torch.device("cpu"))
+            warm_up_kernels(plugin.run, plugin.message_kinds(), torch.device("cpu"))
     return runner.variants
 
 

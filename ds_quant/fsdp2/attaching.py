@@ -97,7 +97,7 @@ def attach(
     topology = _shake_hands(model, config, mesh)
     notices: list[str] = []
     if config.scheme == AUTOTUNE:
-        config, reason = tuned(
+        config, notices = tuned(
             config,
             topology,
             _work(model, mesh),
@@ -107,7 +107,6 @@ def attach(
             has_streams=mesh.device.type != "cpu",
             dist=dist,
         )
-        notices += [reason] if reason else []
     front = AttachedModel(model, config.to_scheme(), topology, mesh)
     front.run.notices[:0] = notices
     front.connect(model, optimizers)
@@ -156,7 +155,7 @@ def _begin(front: AttachedModel, *, has_optimizer: bool) -> None:
         if metrics.file is not None and metrics.interval and dist.get_rank() == 0:
             front.write_metrics(metrics)
     if front.run.device.type == "cuda" and front.run.topology.world > 1:
-        warm_up(front.run, front.kinds())
+        warm_up(front.run, front.message_kinds())
     _announce(front)
 
 

@@ -1,4 +1,4 @@
-"""What the collectives of all sharded modules of a model share."""
+"""State that the collectives of all sharded modules of a model share."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
 from ds_quant.runtime.start_line import LineParts, start_line
-from ds_quant.runtime.warmup import Kinds
+from ds_quant.runtime.warmup import MessageKinds
 from ds_quant.runtime.written_weights import UnequalSteps
 
 STAGE = 3  # FSDP2 shards weights, gradients and optimizer states, as ZeRO-3 does
@@ -409,7 +409,7 @@ class AttachedModel:
             self.copies.resync()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint: the number of optimizer steps, and what is learned.
+        """Return the state of a checkpoint: the number of optimizer steps, and learned levels.
 
         The keys of one scheme are always the same. Nodes receive exact weights in the next forward,
         so that this run goes on as one that loads the checkpoint.
@@ -466,7 +466,7 @@ class AttachedModel:
         return median_low(counts) if counts else 1
 
     def workload(self) -> Workload:
-        """Return what an optimizer step of the model sends."""
+        """Return the communication of an optimizer step."""
         param_specs = [
             ParamSpec(
                 name=param.name,
@@ -501,11 +501,11 @@ class AttachedModel:
             slicing=self.run.slicing,
         )
 
-    def kinds(self) -> Kinds:
-        """Return what the model sends, for the compilation of its kernels."""
+    def message_kinds(self) -> MessageKinds:
+        """Return dtypes and levels of the messages, for ``warm_up``."""
         dtypes = {sharded.dtype for sharded, _, _ in self.served if not sharded.fsdp_gathers}
         reduces = any(sharded.reduces for sharded, _, _ in self.served)
-        return Kinds(
+        return MessageKinds(
             weight_dtypes=sorted(dtypes, key=str),
             gradient_dtype=self._gradient_dtype(),
             reducing=[self.run.world] if reduces else [],
@@ -528,7 +528,7 @@ class AttachedModel:
         return start_line(self.run, volume, self._line_parts(volume))
 
     def _line_parts(self, volume: CommVolume) -> LineParts:
-        """Return what FSDP2 adds to the start-up line."""
+        """Return the part of the start-up line that FSDP2 knows."""
         has_replicas = self.mesh.replicas > 1
         gradients = ""
         if self.context.defers_inter_node:

@@ -1,4 +1,4 @@
-"""What a run asks its front for.
+"""The facts that a run asks its front for.
 
 A front is a way of training: an engine of DeepSpeed, or a model under FSDP2. It holds a ``Run`` and
 knows what only its library can tell.
@@ -18,7 +18,7 @@ from ds_quant.policy.memory import Sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the model of a front sends in an optimizer step, whatever the scheme.
+    """The communication of an optimizer step, the same for every scheme.
 
     gathers: of every weight in a micro-step. micro_steps: of an optimizer step.
     gradient_dtype: in which gradients are reduced.
@@ -44,7 +44,7 @@ class Front(Protocol):
         """Optimizer steps as the training loop counts them, with those that were skipped."""
 
     def workload(self) -> Workload:
-        """Return what an optimizer step sends now."""
+        """Return the communication of an optimizer step, as the model is now."""
 
     def sizes(self) -> Sizes:
         """Return the sizes that decide the peak memory of a step."""

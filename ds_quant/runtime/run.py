@@ -92,7 +92,7 @@ class ProcessGroups:
 
 
 class Run:
-    """What all fronts share: see the modules that take a run.
+    """One training under one scheme, whichever front trains.
 
     Args:
         front: answers what only the front's library knows.
@@ -118,7 +118,7 @@ class Run:
         dist: Any = None,
         notices: Sequence[str] = (),
     ) -> None:
-        # - What is sent, and where
+        # - Scheme, ranks and parameters
         self._front = front
         self.routes = routes
         self.scheme: Scheme = routes.scheme

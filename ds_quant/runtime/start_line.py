@@ -22,7 +22,7 @@ _LESS = 0.9  # share of the bytes below which another scheme is advised
 
 @dataclass(frozen=True, kw_only=True)
 class LineParts:
-    """What a front adds to the line.
+    """The part of the line that a front knows.
 
     layout: such as "ZeRO-3". stock: bytes per parameter without the block, such as "bf16 6.00".
     micro_steps: of the period that bytes are counted of. period: its name.

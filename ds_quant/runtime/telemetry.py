@@ -68,7 +68,7 @@ class Telemetry(ABC):
         self._steps = 0  # optimizer steps since then
         self._last = deepcopy(run.traffic.received)
 
-    # - What a front gives
+    # - Parts of a front
 
     @property
     @abstractmethod

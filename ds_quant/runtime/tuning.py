@@ -31,8 +31,8 @@ def tuned(
     has_streams: bool,
     dist: Any = None,
     stock_gradients: bool = False,
-) -> tuple[QuantizedCommConfig, str]:
-    """Return the block with the scheme that is chosen, and a notice that says why. A collective.
+) -> tuple[QuantizedCommConfig, list[str]]:
+    """Return the block with the chosen scheme, and notices that say why. A collective.
 
     Args:
         process_group: of all ranks; None for the world.
@@ -40,7 +40,7 @@ def tuned(
         stock_gradients: the front's library reduces gradients itself.
     """
     if topology.world == 1:
-        return config.with_scheme("full_precision"), ""
+        return config.with_scheme("full_precision"), []
     hierarchy = _hierarchy(config, topology, process_group, device, has_streams, dist)
     nodes, node_size = topology.nodes, topology.node_size
     seconds: dict[str, float] = {}
@@ -62,7 +62,7 @@ def tuned(
         of_first_rank, src=flat.ranks[0], group=flat.process_group
     )
     seconds = of_first_rank[0]
-    return config.with_scheme(autotune.choose(seconds)), autotune.reason(seconds)
+    return config.with_scheme(autotune.choose(seconds)), [autotune.reason(seconds)]
 
 
 def _hierarchy(

@@ -42,8 +42,8 @@ _PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kinds:
-    """What a run sends, as far as kernels and connections depend on it.
+class MessageKinds:
+    """Dtypes and levels of a run's messages, on which its kernels and connections depend.
 
     weight_dtypes: of gathered weights. gradient_dtype: of reduced gradients.
     reducing: levels over which gradients are reduced; none if the front's library does that.
@@ -60,7 +60,7 @@ class Kinds:
     has_few_ranks: bool
 
 
-def warm_up(run: Run, kinds: Kinds) -> None:
+def warm_up(run: Run, kinds: MessageKinds) -> None:
     """Launch every kernel of a run and connect every communicator. All its ranks call it.
 
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
@@ -86,7 +86,7 @@ def warm_up(run: Run, kinds: Kinds) -> None:
 # ---- communicators ----
 
 
-def _connect(run: Run, kinds: Kinds) -> None:
+def _connect(run: Run, kinds: MessageKinds) -> None:
     """Run each collective once on every communicator that the run uses it on.
 
     NCCL connects ranks at their first message, which takes seconds. A gather connects each rank to
@@ -110,7 +110,9 @@ def _connect(run: Run, kinds: Kinds) -> None:
             ).wait()
 
 
-def _gradient_communicators(run: Run, kinds: Kinds) -> tuple[set[Communicator], set[Communicator]]:
+def _gradient_communicators(
+    run: Run, kinds: MessageKinds
+) -> tuple[set[Communicator], set[Communicator]]:
     """Return the communicators that exchange gradients, and those that send nothing else."""
     exchanging: set[Communicator] = set()
     without_gathers: set[Communicator] = set()
@@ -129,7 +131,7 @@ def _gradient_communicators(run: Run, kinds: Kinds) -> tuple[set[Communicator], 
 # ---- kernels ----
 
 
-def warm_up_kernels(run: Run, kinds: Kinds, device: torch.device) -> None:
+def warm_up_kernels(run: Run, kinds: MessageKinds, device: torch.device) -> None:
     """Launch every kernel of the run once on ``device``: the plans of training, on zeros."""
     for dtype in kinds.weight_dtypes:
         if run.routes.sends_lossless(dtype):
@@ -207,7 +209,7 @@ def _warm_up_lossless_differences(run: Run, dtype: torch.dtype, device: torch.de
         )
 
 
-def _transfers(run: Run, kinds: Kinds) -> Iterator[tuple[Codec, torch.dtype, bool]]:
+def _transfers(run: Run, kinds: MessageKinds) -> Iterator[tuple[Codec, torch.dtype, bool]]:
     """Yield codec, dtype and "is a difference" of values that are encoded and decoded.
 
     These are weights, and sums that balanced buckets deliver to their owners.
@@ -232,7 +234,7 @@ def _transfers(run: Run, kinds: Kinds) -> Iterator[tuple[Codec, torch.dtype, boo
 
 
 def _warm_up_reductions(
-    run: Run, kinds: Kinds, hops: Sequence[ReductionHop], device: torch.device
+    run: Run, kinds: MessageKinds, hops: Sequence[ReductionHop], device: torch.device
 ) -> None:
     """Run the kernels of a reduction over these hops, without its messages."""
     route = run.routes.gradients(full_world=len(hops) > 1)
@@ -280,7 +282,9 @@ def _reduce(
         _launch(run, operation, buffers, [spec.codecs[depth]] * jobs, rotation)
 
 
-def _warm_up_returned_sums(run: Run, kinds: Kinds, level: Level, device: torch.device) -> None:
+def _warm_up_returned_sums(
+    run: Run, kinds: MessageKinds, level: Level, device: torch.device
+) -> None:
     """Run the kernels of sums on their way back to all replicas, without their messages."""
     route = run.routes.gradients(full_world=level.hierarchy.intra is not None)
     between = level.hierarchy.inter

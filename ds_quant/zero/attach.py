@@ -115,7 +115,7 @@ def attach(engine: Engine, optimizer: Any) -> None:
     device = accelerator.device()
     if device.type == "cuda" and world > 1:
         plugin.run.notices += advice(engine)
-        warm_up(plugin.run, plugin.kinds())
+        warm_up(plugin.run, plugin.message_kinds())
     announce(plugin.run, line_of(plugin))
 
 
@@ -149,7 +149,7 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
     stock_gradients_reason = muon.stock_gradients_reason(engine)
     notices: list[str] = []
     if config.scheme == AUTOTUNE:
-        config, reason = tuned(
+        config, notices = tuned(
             config,
             topology,
             _work(engine, stage),
@@ -159,7 +159,6 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
             has_streams=accelerator.has_streams(),
             stock_gradients=stock_gradients_reason is not None,
         )
-        notices += [reason] if reason else []
     return Plugin(
         engine,
         config.to_scheme(),

@@ -1,4 +1,4 @@
-"""What one DeepSpeed engine adds to its run: see ``Plugin``."""
+"""The front of one DeepSpeed engine: see ``Plugin``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_quant.runtime.copies import WeightCache
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
-from ds_quant.runtime.warmup import Kinds
+from ds_quant.runtime.warmup import MessageKinds
 from ds_quant.zero import accelerator, offload, sharded_params
 
 if TYPE_CHECKING:  # these modules import this one
@@ -167,7 +167,7 @@ class Plugin:
     # ---- prices ----
 
     def workload(self) -> Workload:
-        """Return what an optimizer step of the engine sends."""
+        """Return the communication of an optimizer step."""
         param_specs = [
             ParamSpec(
                 name=param.name,
@@ -208,12 +208,12 @@ class Plugin:
             slicing=self.run.slicing,
         )
 
-    def kinds(self) -> Kinds:
-        """Return what the engine sends, for the compilation of its kernels."""
+    def message_kinds(self) -> MessageKinds:
+        """Return dtypes and levels of the messages, for ``warm_up``."""
         levels = list(dict.fromkeys(self.run.level(group) for _, group in self.served_params))
         params = self.engine.module.parameters()
         dtypes = {p.dtype for p in params if p.is_floating_point()}
-        return Kinds(
+        return MessageKinds(
             weight_dtypes=sorted(dtypes, key=str),
             gradient_dtype=self.engine.communication_data_type,
             reducing=levels if self.stock_gradients_reason is None else [],

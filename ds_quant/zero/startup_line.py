@@ -1,4 +1,4 @@
-"""What DeepSpeed adds to the start-up line."""
+"""The part of the start-up line that DeepSpeed knows."""
 
 from __future__ import annotations
 

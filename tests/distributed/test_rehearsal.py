@@ -74,7 +74,7 @@ class Recorder:
 def check(front: Any, train: Callable[[], object]) -> None:
     """Compare the kernels of a training with those of the warm-up."""
     recorder = Recorder()
-    warm_up_kernels(front.run, front.kinds(), torch.device("cpu"))
+    warm_up_kernels(front.run, front.message_kinds(), torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
     train()
     new = sorted(recorder.variants - rehearsed)

@@ -392,7 +392,7 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
     warmup.warm_up_kernels, Communicator._posted = compiling, noted
     before = dict(plugin.run.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
-        warmup.warm_up(plugin.run, plugin.kinds())
+        warmup.warm_up(plugin.run, plugin.message_kinds())
     assert plugin.run.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
     assert sent
@@ -429,7 +429,7 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
     warmup.warm_up_kernels = lambda *_: None
     engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
     plugin = engine.ds_quant_plugin
-    warmup.warm_up(plugin.run, plugin.kinds())
+    warmup.warm_up(plugin.run, plugin.message_kinds())
     rehearsed = set(used)
     used.clear()
     for step in range(3):

@@ -41,8 +41,8 @@ from ds_quant.runtime.front import Front
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import Level, ProcessGroups, Run
 from ds_quant.zero.deepspeed_types import Engine
+from ds_quant.zero.front import EngineFront, params_of
 from ds_quant.zero.partial_gradients import PartialGradients
-from ds_quant.zero.plugin import Plugin, params_of
 from ds_quant.zero.shard_gradients import ShardReduction
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Network:
 
 @dataclass
 class EngineOfNobody:
-    """The part of a DeepSpeed engine that a plugin without DeepSpeed's hooks reads."""
+    """The part of a DeepSpeed engine that a front without DeepSpeed's hooks reads."""
 
     module: nn.Module
     micro_steps: int
@@ -253,16 +253,17 @@ class EngineOfNobody:
         return self.micro_steps
 
 
-class SimulatedRank(Plugin):
-    """The plugin of one rank, with communicators to the other ranks of this process."""
+class SimulatedRank(EngineFront):
+    """The front of one rank, with communicators to the other ranks of this process."""
 
     def __init__(self, engine: EngineOfNobody, scheme: Scheme, rank: int, network: Network) -> None:
         self.number = rank
         self.network = network
         super().__init__(cast(Engine, engine), scheme, network.topology)
-        self.reduction = ShardReduction(self)
+        self.partial_gradients: PartialGradients | None = None
         if self.run.routes.gradients().keeps_partial_sums:
             self.partial_gradients = PartialGradients(cast(Engine, engine))
+        self.reduction = ShardReduction(self, self.partial_gradients)
 
     def _make_run(self, routes: Routes, topology: Topology, notices: Sequence[str]) -> Run:
         return SimulatedRun(

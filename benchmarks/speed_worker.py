@@ -74,7 +74,7 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
 
 def await_messages(engine: Any) -> None:
     """Await every message of an engine where it is posted, so that nothing overlaps."""
-    traffic = engine.ds_quant_plugin.run.traffic
+    traffic = engine.ds_quant_attached.run.traffic
     posted = Communicator._posted
 
     def awaited(communicator: Communicator, *args: Any) -> Any:
@@ -91,8 +91,8 @@ def finish_messages(engine: Any) -> None:
     if isinstance(engine, FSDP2Engine):
         engine.finish_messages()
         return
-    plugin = getattr(engine, "ds_quant_plugin", None)
-    node_shard = getattr(plugin, "node", None)
+    attached = getattr(engine, "ds_quant_attached", None)
+    node_shard = getattr(attached, "node_shard", None)
     if node_shard is not None:
         node_shard.finish()
 

@@ -1,6 +1,6 @@
 """A world of ranks in this process, a thread each. Their messages stay in memory and can be read.
 
-``World`` makes a plugin per rank, as benchmarks/simulated.py does. ``World.all`` runs a function on
+``World`` makes a front per rank, as benchmarks/simulated.py does. ``World.all`` runs a function on
 every rank at the same time; ``World.messages`` returns the bytes that they have sent.
 """
 
@@ -49,7 +49,7 @@ class Recorded(Group):
 
 
 class World:
-    """``nodes`` x ``node_size`` ranks with a plugin each, under one ZeRO stage and block.
+    """``nodes`` x ``node_size`` ranks with a front each, under one ZeRO stage and block.
 
     groups: process groups by their ranks.
     """

@@ -54,8 +54,8 @@ def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
                 model_parameters=model.parameters(),
                 config=one_gpu.config_of(args, scheme),
             )
-            plugin = engine.ds_quant_plugin
-            warm_up_kernels(plugin.run, plugin.message_kinds(), torch.device("cpu"))
+            attached = engine.ds_quant_attached
+            warm_up_kernels(attached.run, attached.message_kinds(), torch.device("cpu"))
     return runner.variants
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ds_quant.kernels.wire import round_up
 from ds_quant.zero import hooks, sharded_params
-
-if TYPE_CHECKING:
-    from ds_quant.zero.deepspeed_types import Engine
+from ds_quant.zero.deepspeed_types import Engine
 
 
 def advice(engine: Engine) -> Iterator[str]:

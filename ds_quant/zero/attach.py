@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ds_quant.runtime import handshake, message_check
 from ds_quant.runtime.copies import WeightCache, compare_copies
 from ds_quant.runtime.fallback import Fallback, kill_file
 from ds_quant.runtime.memory_check import Free, require_memory
+from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.telemetry import unwritable
 from ds_quant.runtime.tuning import tuned
@@ -36,14 +38,15 @@ from ds_quant.zero import (
     sharded_params,
 )
 from ds_quant.zero.advice import advice, one_bucket_advice
-from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ShardOptimizer, ZeroOptimizer
+from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ShardOptimizer
+from ds_quant.zero.engine import AttachedEngine
 from ds_quant.zero.equal_buckets import require_equal
 from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.front import EngineFront
 from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
-from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import figures
 from ds_quant.zero.shard_gradients import ShardReduction
@@ -98,25 +101,26 @@ def attach(engine: Engine, optimizer: Any) -> None:
     rank, world = hooks.rank_and_world()
     config.validate_world(world)
     topology = _agree(config, rank, world)
-    plugin = _bind(engine, config, topology)
-    engine.ds_quant_plugin = plugin
-    plugin.hooks = hooks.Hooks(engine, optimizer)
+    front = _make_front(engine, config, topology, optimizer)
+    run = front.run
+    events = hooks.Hooks(engine, optimizer)
     if hooks.block_is_from_variable(engine):
-        plugin.run.notices.append(f"from {VARIABLE}")
-    fetch = None
+        run.notices.append(f"from {VARIABLE}")
     if world == 1:
-        plugin.run.notices.append("single rank: nothing to communicate")
-    elif plugin.stage == 3:
-        fetch = _attach_shards(plugin, optimizer)
+        run.notices.append("single rank: nothing to communicate")
+        attached = AttachedEngine(front=front, hooks=events)
+    elif front.stage == 3:
+        attached = _attach_shards(front, events, optimizer)
     else:
-        _attach_replica(plugin, optimizer)
-    plugin.run.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
-    _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.has_step(optimizer))
+        attached = _attach_replica(front, events, optimizer)
+    engine.ds_quant_attached = attached
+    run.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
+    _connect(attached, config, trains=front.stage < 3 or hooks.has_step(optimizer))
     device = accelerator.device()
     if device.type == "cuda" and world > 1:
-        plugin.run.notices += advice(engine)
-        warm_up(plugin.run, plugin.message_kinds())
-    announce(plugin.run, line_of(plugin))
+        run.notices += advice(engine)
+        warm_up(run, attached.message_kinds())
+    announce(run, line_of(front))
 
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
@@ -136,8 +140,10 @@ def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     return Topology(world=world, node_size=config.node_size or node_size)
 
 
-def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Plugin:
-    """Make the engine's plugin with its scheme, which "autotune" chooses by measuring."""
+def _make_front(
+    engine: Engine, config: QuantizedCommConfig, topology: Topology, optimizer: Any
+) -> EngineFront:
+    """Make the front of an engine with its scheme, which "autotune" chooses by measuring."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
         refusals.refuse_full_replica(
@@ -159,114 +165,130 @@ def _bind(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> Pl
             has_streams=accelerator.has_streams(),
             stock_gradients=stock_gradients_reason is not None,
         )
-    return Plugin(
+    return EngineFront(
         engine,
         config.to_scheme(),
         topology,
+        served_params=_served_params(engine, optimizer) if topology.world > 1 else (),
+        gather_count=GatherCount(engine) if stage == 3 else None,
         stock_gradients_reason=stock_gradients_reason,
-        gathers=predicted_gathers(engine) if stage == 3 else 1.0,
         notices=notices,
     )
+
+
+def _served_params(engine: Engine, optimizer: Any) -> list[tuple[Tensor, object]]:
+    """Return the parameters that an engine communicates, each with its process group."""
+    if engine.zero_optimization_stage() == 3:
+        return [(p, p.ds_process_group) for p in sharded_params.parameters_of(engine.module)]
+    groups = optimizer_hooks.replica_groups(optimizer)
+    return [(p, group.process_group) for group in groups for p in group.params]
+
+
+def _note_few_ranks(front: EngineFront) -> None:
+    """Name parameters on a subset of the ranks (experts, pipeline, tensor parallel)."""
+    params = front.served_params
+    few = sum(not front.run.is_world(group) for _, group in params)
+    if few:
+        front.run.notices.append(
+            f"{few} of {len(params)} parameters live on a subset of ranks: "
+            "single-level collectives, no node shard"
+        )
 
 
 # ---- the events ----
 
 
-def _connect(
-    plugin: Plugin, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
-) -> None:
+def _connect(attached: AttachedEngine, config: QuantizedCommConfig, *, trains: bool) -> None:
     """Fill the lists of events that all stages share, and wrap the methods.
 
     The attaching of the stage has filled its own lists. Calls run in the order of the lists.
 
     trains: False for inference, which has no optimizer step.
     """
-    events = plugin.hooks
+    front, run, events = attached.front, attached.run, attached.hooks
     telemetry: Telemetry | None = None
     rank, world = hooks.rank_and_world()
-    fallback = _make_fallback(plugin, config.fallback)
-    has_checksums = plugin.run.scheme.block.payload_checksum and world > 1
+    fallback = _make_fallback(attached, config.fallback)
+    has_checksums = run.scheme.block.payload_checksum and world > 1
     if has_checksums:
-        plugin.run.notices.append("every message carries a checksum")
+        run.notices.append("every message carries a checksum")
     # Lossless differences may be undecodable, without a checksum too.
-    checks_messages = has_checksums or (plugin.run.scheme.lossless and world > 1)
+    checks_messages = has_checksums or (run.scheme.lossless and world > 1)
     if checks_messages and not trains:  # without steps the ranks have no point at which to agree
-        plugin.run.message_errors.at_once = partial(
-            message_check.raise_message_error, plugin.run, rank
-        )
+        run.message_errors.at_once = partial(message_check.raise_message_error, run, rank)
     if trains:
         if checks_messages:
-            _add_message_checks(plugin, after_save=has_checksums)
+            _add_message_checks(run, events, after_save=has_checksums)
         if fallback is not None:  # all ranks then agree how the next step is sent
             events.before_step.append(fallback.vote)
-        _add_weight_updates(plugin, fetch)
+        _add_weight_updates(attached)
         if world > 1:
-            first_step.check_first_step(plugin, first_step.promised_roles(plugin))
+            first_step.check_first_step(front, events, first_step.promised_roles(front))
         if fallback is not None:  # may refresh weights that a skipped step left behind
             events.after_step.append(fallback.after_step)
-        if fetch is not None:
-            plugin.gather_count = GatherCount(plugin, partial(line_of, plugin))
-            events.after_count.append(plugin.gather_count.after_step)
-        if is_read(plugin.engine, config.metrics) and world > 1:
-            telemetry = Telemetry(plugin, config.metrics)
+        if front.gather_count is not None and world > 1:
+            front.gather_count.count(events, partial(line_of, front))
+        if is_read(front.engine, config.metrics) and world > 1:
+            telemetry = Telemetry(front.engine, run, config.metrics)
             events.after_count.append(telemetry.after_step)
             telemetry.arm()
+    sums = attached.partial_gradients
     offload.follow_states(
         events,
-        weights=[plugin.node_shard] if plugin.node_shard is not None else [],
-        gradients=[plugin.partial_gradients] if plugin.partial_gradients is not None else [],
+        weights=[attached.node_shard] if attached.node_shard is not None else [],
+        gradients=[sums] if sums is not None else [],
     )
     events.keep_state(
         checkpoint.KEY,
-        dump=partial(checkpoint.dump, plugin),
-        restore=partial(_restore, plugin, telemetry),
+        dump=partial(checkpoint.dump, run),
+        restore=partial(_restore, attached, telemetry),
     )
     events.connect()
 
 
-def _restore(plugin: Plugin, telemetry: Telemetry | None, saved: Any) -> None:
+def _restore(attached: AttachedEngine, telemetry: Telemetry | None, saved: Any) -> None:
     """Take over the state of a checkpoint."""
     if telemetry is not None:
         telemetry.arm()  # ``global_steps`` has jumped
-    checkpoint.restore(plugin, saved)
+    checkpoint.restore(attached, saved)
 
 
-def _add_message_checks(plugin: Plugin, *, after_save: bool) -> None:
+def _add_message_checks(run: Run, events: hooks.Hooks, *, after_save: bool) -> None:
     """Check messages before an update or an export uses them, and after a save if asked to."""
-    events = plugin.hooks
-    check = partial(message_check.check_messages, plugin.run)
+    check = partial(message_check.check_messages, run)
     events.before_step.append(check)
-    events.around_export.insert(0, partial(message_check.checked_messages, plugin.run))
+    events.around_export.insert(0, partial(message_check.checked_messages, run))
     if after_save:  # those that the save itself has sent
         events.after_save.append(check)
 
 
-def _add_weight_updates(plugin: Plugin, fetch: Fetch | None) -> None:
+def _add_weight_updates(attached: AttachedEngine) -> None:
     """After an update: learn levels, refresh the node shard, then compare the copies."""
-    events = plugin.hooks
+    run, after_update = attached.run, attached.hooks.after_update
+    fetch, node_shard, weight_cache = attached.fetch, attached.node_shard, attached.weight_cache
     if fetch is not None:
-        if plugin.run.scheme.level_steps:
-            events.after_update.append(fetch.learn_levels)
-        if plugin.node_shard is not None:
-            events.after_update.append(plugin.node_shard.after_step)
-        events.after_update.append(fetch.barrier.record)
-    if plugin.weight_cache is not None and plugin.run.scheme.block.checksum_steps:
-        events.after_update.append(partial(_compare_copies, plugin, plugin.weight_cache))
+        if run.scheme.level_steps:
+            after_update.append(fetch.learn_levels)
+        if node_shard is not None:
+            after_update.append(node_shard.after_step)
+        after_update.append(fetch.barrier.record)
+    if weight_cache is not None and run.scheme.block.checksum_steps:
+        after_update.append(partial(_compare_copies, run, weight_cache))
 
 
-def _compare_copies(plugin: Plugin, cache: WeightCache) -> None:
+def _compare_copies(run: Run, cache: WeightCache) -> None:
     """Compare the copies after an update, once they have the new weights."""
-    compare_copies(plugin.run, cache, plugin.step + 1)  # DeepSpeed counts the step only after it
+    compare_copies(run, cache, run.step + 1)  # DeepSpeed counts the step only after it
 
 
-def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
+def _make_fallback(attached: AttachedEngine, settings: FallbackConfig) -> Fallback | None:
     """Return the vote on full precision, None if there is nothing to vote on."""
     watches = kill_file() is not None
     if settings.on_nonfinite == "skip" and not watches:
         return None
-    fallback = Fallback(plugin.run, settings, plugin.resync)
+    fallback = Fallback(attached.run, settings, attached.resync)
     if watches:
-        plugin.run.notices.append(f"{KILL_VARIABLE} watched")
+        attached.run.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may exist already
     return fallback
 
@@ -274,11 +296,11 @@ def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
 # ---- ZeRO-3 ----
 
 
-def _require_memory(plugin: Plugin) -> None:
+def _require_memory(front: EngineFront) -> None:
     """Refuse a scheme whose memory does not fit on every rank. A collective if it keeps any."""
-    engine = plugin.engine
+    engine = front.engine
     require_memory(
-        plugin.run,
+        front.run,
         Free(accelerator.free_memory(), offload.free_host_memory()),
         on_host=offload.offloads_parameters(engine),
         holds_gradients=hooks.accumulates(engine),
@@ -286,58 +308,67 @@ def _require_memory(plugin: Plugin) -> None:
     )
 
 
-def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
+def _attach_shards(
+    front: EngineFront, events: hooks.Hooks, optimizer: ShardOptimizer
+) -> AttachedEngine:
     """ZeRO-3: serve the fetches of weights and, for training, reduce gradients to shards."""
+    run = front.run
     trains = hooks.has_step(optimizer)  # else inference: parameters only
-    fetch = Fetch(plugin, shard_hooks.updated_parameters(optimizer) if trains else None)
-    params = sharded_params.parameters_of(plugin.engine.module)
-    fetch.attach(params)
-    plugin.set_served_params([(p, p.ds_process_group) for p in params])
-    _note_empty(plugin)
+    fetch = Fetch(front, shard_hooks.updated_parameters(optimizer) if trains else None)
+    fetch.attach(sharded_params.parameters_of(front.engine.module), events)
+    _note_few_ranks(front)
+    _note_empty(run)
     if fetch.is_guest:
-        plugin.run.notices.append(
+        run.notices.append(
             "another engine on this module fetches its weights, and counts them; nothing is kept "
             "twice"
         )
     else:
-        _require_memory(plugin)
+        _require_memory(front)
         fetch.keep_in_node()
-    plugin.hooks.on_destroy.append(fetch.close)
+    events.on_destroy.append(fetch.close)
+    partial_gradients = None
     if trains:
         # Saving leaves rows of lossless differences exact, and ``checkpoint.restore`` refills them.
-        if plugin.node_shard is not None and not plugin.run.scheme.lossless:
-            plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
-        if _reduces_gradients(plugin):
-            if plugin.run.routes.gradients().keeps_partial_sums:
-                _accumulate(plugin, optimizer, shard_hooks.shard_buckets(optimizer))
-            _reduce_to_shards(plugin, optimizer)
-            plugin.hooks.after_backward.append(plugin.after_backward)
-        muon.attach(plugin, optimizer)
-    return fetch
+        if fetch.node_shard is not None and not run.scheme.lossless:
+            events.after_checkpoint_event.append(fetch.node_shard.resync)
+        if _reduces_gradients(front):
+            partial_gradients = _accumulate(front, events, shard_hooks.shard_buckets)
+            _reduce_to_shards(front, events, optimizer, partial_gradients)
+            events.after_backward.append(front.after_backward)
+        muon.attach(run, front.engine, events)
+    return AttachedEngine(
+        front=front, hooks=events, fetch=fetch, partial_gradients=partial_gradients
+    )
 
 
-def _note_empty(plugin: Plugin) -> None:
+def _note_empty(run: Run) -> None:
     """Name parameters of 0 elements, on which DeepSpeed fails with an assertion or a KeyError."""
-    empty = [param.name for param in plugin.run.params if param.shape.numel() == 0]
+    empty = [param.name for param in run.params if param.shape.numel() == 0]
     if empty:
-        plugin.run.notices.append(
+        run.notices.append(
             f"{len(empty)} parameter(s) have 0 elements, such as {empty[0]}: DeepSpeed itself can "
             "not fetch or save them under ZeRO-3; remove them, or use zero_optimization.stage 2"
         )
 
 
-def _reduce_to_shards(plugin: Plugin, optimizer: ShardOptimizer) -> None:
-    events, overlaps = plugin.hooks, plugin.engine.zero_overlap_comm()
+def _reduce_to_shards(
+    front: EngineFront,
+    events: hooks.Hooks,
+    optimizer: ShardOptimizer,
+    partial_gradients: PartialGradients | None,
+) -> None:
+    engine, run = front.engine, front.run
     muon.set_reduce_scatter(events)
-    plugin.run.notices += one_bucket_advice(plugin.engine, muon.full_round(plugin, optimizer))
-    reduction = ShardReduction(plugin)
+    run.notices += one_bucket_advice(engine, muon.full_round(run, optimizer))
+    reduction = ShardReduction(front, partial_gradients)
     partition = None
-    if plugin.partial_gradients is not None:
-        has_partial_sums = partial(_has_partial_sums, plugin, plugin.partial_gradients, NO_OWNER)
+    if partial_gradients is not None:
+        has_partial_sums = partial(_has_partial_sums, run, partial_gradients, NO_OWNER)
         partition = shard_hooks.skip_zero_shards(optimizer, has_partial_sums)
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
-        events.after_zero_grad.append(plugin.partial_gradients.discard)
-    if accelerator.device().type != "cpu" or not overlaps:
+        events.after_zero_grad.append(partial_gradients.discard)
+    if accelerator.device().type != "cpu" or not engine.zero_overlap_comm():
         shard_hooks.wrap_shard_reduction(events, reduction, partition)
     else:
         overlapped = OverlappedReduceScatter(reduction, partition)
@@ -348,119 +379,126 @@ def _reduce_to_shards(plugin: Plugin, optimizer: ShardOptimizer) -> None:
 # ---- ZeRO-1 and 2 ----
 
 
-def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
+def _attach_replica(
+    front: EngineFront, events: hooks.Hooks, optimizer: OwnerOptimizer
+) -> AttachedEngine:
     """ZeRO-1 and 2: gather updated weights, reduce gradients to their owners."""
-    engine, events = plugin.engine, plugin.hooks
-    groups = list(optimizer_hooks.replica_groups(optimizer))
-    served: list[tuple[Tensor, object]] = []
-    foreign = 0
-    for group in groups:
-        for p in group.params:
-            served.append((p, group.process_group))
-            if plugin.run.param_of(p) is None:
-                foreign += 1
+    run = front.run
+    foreign = sum(run.param_of(p) is None for p, _ in front.served_params)
     if foreign:
         raise RuntimeError(
             f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
             "engine.module; pass the module's own parameters to the optimizer"
         )
-    plugin.set_served_params(served)
-    _require_memory(plugin)
-    replica = Replica(plugin, optimizer)
-    plugin.replica = replica
+    _note_few_ranks(front)
+    _require_memory(front)
+    replica = Replica(front, optimizer)
     events.around_step.append(
         optimizer_hooks.weight_gather(
             optimizer,
             replica.gather_updated,
-            keep_replica=plugin.run.scheme.block.weights.difference_key is not None,
+            keep_replica=run.scheme.block.weights.difference_key is not None,
         )
     )
     events.around_export.append(replica.exact)
     optimizer_hooks.wrap_refresh_of_masters(events)
-    checkpoint.watch_reads(plugin)
-    muon.attach(plugin, optimizer)
-    if _reduces_gradients(plugin):
-        if plugin.run.routes.gradients().keeps_partial_sums:
-            _accumulate(plugin, optimizer, optimizer_hooks.owner_buckets(optimizer))
-        _reduce_to_owners(plugin, optimizer)
-        events.after_backward.append(plugin.after_backward)
-    accumulates_here = plugin.partial_gradients is not None
-    lost = optimizer_hooks.lost_gradients(engine, optimizer, waiting=accumulates_here)
-    plugin.run.notices += lost
+    checkpoint.watch_reads(replica, events)
+    muon.attach(run, front.engine, events)
+    partial_gradients = None
+    if _reduces_gradients(front):
+        partial_gradients = _accumulate(front, events, optimizer_hooks.owner_buckets)
+        _reduce_to_owners(front, events, optimizer, partial_gradients)
+        events.after_backward.append(front.after_backward)
+    run.notices += optimizer_hooks.lost_gradients(
+        front.engine, optimizer, waiting=partial_gradients is not None
+    )
+    return AttachedEngine(
+        front=front, hooks=events, replica=replica, partial_gradients=partial_gradients
+    )
 
 
-def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
-    events = plugin.hooks
-    communicator = plugin.run.communicator(optimizer.dp_process_group)
-    muon.note_whole_matrices(plugin, optimizer)
-    reduction = OwnerReduction(plugin, optimizer)
+def _reduce_to_owners(
+    front: EngineFront,
+    events: hooks.Hooks,
+    optimizer: OwnerOptimizer,
+    partial_gradients: PartialGradients | None,
+) -> None:
+    run = front.run
+    communicator = run.communicator(optimizer.dp_process_group)
+    muon.note_whole_matrices(run, optimizer)
+    reduction = OwnerReduction(front, partial_gradients, optimizer)
     optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
     if communicator.is_gloo:
-        events.before_step.append(partial(require_equal, plugin, communicator, None))
-    if plugin.partial_gradients is not None:
-        has_partial_sums = partial(
-            _has_partial_sums, plugin, plugin.partial_gradients, communicator.rank
-        )
+        events.before_step.append(partial(require_equal, front, communicator, None))
+    if partial_gradients is not None:
+        has_partial_sums = partial(_has_partial_sums, run, partial_gradients, communicator.rank)
         optimizer_hooks.skip_zero_gradients(events, has_partial_sums)
 
 
 # ---- gradients of all stages ----
 
 
-def _reduces_gradients(plugin: Plugin) -> bool:
+def _reduces_gradients(front: EngineFront) -> bool:
     """Return True if the plugin reduces gradients; note it in the start-up line if not."""
-    if plugin.stock_gradients_reason is not None:
-        plugin.run.notices.append(
-            f"gradients stay exact: {plugin.stock_gradients_reason}; DeepSpeed sends them, and "
+    if front.stock_gradients_reason is not None:
+        front.run.notices.append(
+            f"gradients stay exact: {front.stock_gradients_reason}; DeepSpeed sends them, and "
             "reports and metrics do not count them"
         )
         return False
-    _note_single_ranks(plugin)
+    _note_single_ranks(front)
     return True
 
 
-def _note_single_ranks(plugin: Plugin) -> None:
+def _note_single_ranks(front: EngineFront) -> None:
     """Explain why gradients cross in every micro-step where every node has one rank."""
-    asked_for_once = plugin.run.scheme.block.gradients.cross == "step" and plugin.stage > 1
-    one_rank_per_node = plugin.run.topology.node_size == 1 < plugin.run.topology.nodes
-    if asked_for_once and one_rank_per_node and hooks.accumulates(plugin.engine):
-        plugin.run.notices.append(
+    run = front.run
+    asked_for_once = run.scheme.block.gradients.cross == "step" and front.stage > 1
+    one_rank_per_node = run.topology.node_size == 1 < run.topology.nodes
+    if asked_for_once and one_rank_per_node and hooks.accumulates(front.engine):
+        run.notices.append(
             "gradients are sent between nodes in every micro-step, because with one rank per node "
             "buffering them would take a full copy; zero_optimization.stage 1 sends them once"
         )
 
 
-def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.BucketFunctions) -> None:
-    """Accumulate the sums of a node here until the last micro-step.
+def _accumulate(
+    front: EngineFront,
+    events: hooks.Hooks,
+    buckets_of: Callable[[Any], hooks.BucketFunctions],
+) -> PartialGradients | None:
+    """Accumulate the sums of a node here until the last micro-step, if the scheme does so.
 
-    buckets: functions that flush DeepSpeed's buckets and fill them with zeros.
+    buckets_of: returns functions that flush an optimizer's buckets and fill them with zeros.
     """
-    partial_gradients = PartialGradients(plugin.engine)
-    plugin.partial_gradients = partial_gradients
-    flush, reduce_zeros = buckets
-    events = plugin.hooks
+    if not front.run.routes.gradients().keeps_partial_sums:
+        return None
+    optimizer = events.optimizer
+    partial_gradients = PartialGradients(front.engine)
+    flush, reduce_zeros = buckets_of(optimizer)
     events.before_last_buckets.append(
         partial(partial_gradients.reduce_remaining, flush, reduce_zeros)
     )
     events.before_gradients.append(partial(partial_gradients.reduce_before_step, optimizer))
+    return partial_gradients
 
 
 def _has_partial_sums(
-    plugin: Plugin, partial_gradients: PartialGradients, owner: int, parameter: Tensor
+    run: Run, partial_gradients: PartialGradients, owner: int, parameter: Tensor
 ) -> bool:
     """Return True if the plugin keeps partial sums of a gradient, and DeepSpeed got zeros.
 
     owner: rank that gets the sum; NO_OWNER under ZeRO-3.
     """
-    param = plugin.run.param_of(parameter)
+    param = run.param_of(parameter)
     return param is not None and partial_gradients.holds((param, owner))
 
 
 # ---- public functions ----
 
 
-def _plugin_of(engine: Any, function: str) -> Plugin | None:
-    """Return the plugin of an engine, None if it has none.
+def _attached(engine: Any, function: str) -> AttachedEngine | None:
+    """Return the record of an engine with a block, None if it has none.
 
     Raises:
         TypeError: not a DeepSpeed engine.
@@ -470,7 +508,7 @@ def _plugin_of(engine: Any, function: str) -> Plugin | None:
             f"ds_quant.{function} takes the engine that deepspeed.initialize or "
             f"accelerator.prepare has returned, not {type(engine).__name__}"
         )
-    return getattr(engine, "ds_quant_plugin", None)
+    return getattr(engine, "ds_quant_attached", None)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[object]:
@@ -481,10 +519,10 @@ def exact_weights(engine: Any) -> AbstractContextManager[object]:
     there. A collective: all ranks must enter and leave. Has no effect under ZeRO-3, where
     ``GatheredParameters`` is always exact, and on engines without the plugin.
     """
-    plugin = _plugin_of(engine, "exact_weights")
-    if plugin is None or plugin.replica is None:
+    attached = _attached(engine, "exact_weights")
+    if attached is None or attached.replica is None:
         return nullcontext()
-    return hooks.opened(plugin.hooks.around_export)
+    return hooks.opened(attached.hooks.around_export)
 
 
 def resync(engine: Any) -> None:
@@ -494,9 +532,9 @@ def resync(engine: Any) -> None:
     writes to ``parameter.data``. Under ZeRO-3 it refills the node shard, if the scheme keeps one.
     A collective: all ranks must call it.
     """
-    plugin = _plugin_of(engine, "resync")
-    if plugin is not None:
-        plugin.resync()
+    attached = _attached(engine, "resync")
+    if attached is not None:
+        attached.resync()
 
 
 def report(engine: Any) -> dict[str, Any] | None:
@@ -536,5 +574,5 @@ def report(engine: Any) -> dict[str, Any] | None:
         killed: True while a kill file exists.
         line: the start-up line.
     """
-    plugin = _plugin_of(engine, "report")
-    return None if plugin is None else figures(plugin)
+    attached = _attached(engine, "report")
+    return None if attached is None else figures(attached)

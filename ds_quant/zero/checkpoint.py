@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,11 +28,10 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.presets import RENAMED
 from ds_quant.runtime import log
 from ds_quant.runtime.handshake import plugin_store, wait_for_ranks
+from ds_quant.runtime.run import Run
 from ds_quant.zero import hooks
-from ds_quant.zero.plugin import Plugin
-
-if TYPE_CHECKING:
-    from ds_quant.zero.replica import Replica
+from ds_quant.zero.engine import AttachedEngine
+from ds_quant.zero.replica import Replica
 
 KEY = "ds_quant"  # in DeepSpeed's client state
 VERSION = 1
@@ -45,22 +44,20 @@ _ENTRIES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def dump(plugin: Plugin) -> dict[str, Any]:
+def dump(run: Run) -> dict[str, Any]:
     """Return the state as plain types and CPU tensors."""
-    levels = {
-        param.name: param.levels.cpu() for param in plugin.run.params if param.levels is not None
-    }
+    levels = {param.name: param.levels.cpu() for param in run.params if param.levels is not None}
     return {
         "version": VERSION,
-        "scheme": plugin.run.scheme.name,
-        "ranks": (plugin.run.topology.nodes, plugin.run.topology.node_size),
+        "scheme": run.scheme.name,
+        "ranks": (run.topology.nodes, run.topology.node_size),
         "levels": levels,
-        "learned_at": plugin.run.state.learned_at,
-        "exact_until": plugin.run.state.exact_until,
+        "learned_at": run.state.learned_at,
+        "exact_until": run.state.exact_until,
     }
 
 
-def restore(plugin: Plugin, saved: Any) -> None:
+def restore(attached: AttachedEngine, saved: Any) -> None:
     """Restore a state, and log the parts that do not fit this run.
 
     A checkpoint without the state is accepted: it may come from a run without the plugin.
@@ -68,30 +65,31 @@ def restore(plugin: Plugin, saved: Any) -> None:
     Raises:
         RuntimeError: the state has another version, is incomplete, or is something else.
     """
+    run = attached.run
     if saved is None:
         log.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
             "this plugin; starting with fresh scheme state"
         )
-        saved = dump(plugin) | {"levels": {}, "learned_at": 0, "exact_until": 0}
+        saved = dump(run) | {"levels": {}, "learned_at": 0, "exact_until": 0}
     _require_usable(saved)
-    ranks = (plugin.run.topology.nodes, plugin.run.topology.node_size)
+    ranks = (run.topology.nodes, run.topology.node_size)
     scheme = RENAMED.get(saved["scheme"], saved["scheme"])
-    if (scheme, tuple(saved["ranks"])) != (plugin.run.scheme.name, ranks):
+    if (scheme, tuple(saved["ranks"])) != (run.scheme.name, ranks):
         nodes, node_size = saved["ranks"]
         cached = ""
-        if plugin.weight_cache is not None:
+        if attached.weight_cache is not None:
             cached = "; weights kept between steps start exact"
         log.log_rank0(
             f"quantized_comm: resuming {scheme} of {nodes} x {node_size} ranks as "
-            f"{plugin.run.scheme.name} on {ranks[0]} x {ranks[1]}{cached}"
+            f"{run.scheme.name} on {ranks[0]} x {ranks[1]}{cached}"
         )
-    plugin.run.state.exact_until = saved.get("exact_until", 0)
-    _restore_levels(plugin, saved)
-    if plugin.node_shard is not None:
-        plugin.node_shard.resync()
-    if plugin.replica is not None:
-        plugin.replica.after_load()
+    run.state.exact_until = saved.get("exact_until", 0)
+    _restore_levels(run, attached.front.engine.device, saved)
+    if attached.node_shard is not None:
+        attached.node_shard.resync()
+    if attached.replica is not None:
+        attached.replica.after_load()
 
 
 def _require_usable(saved: Any) -> None:
@@ -129,19 +127,19 @@ def _is_table(table: Any) -> bool:
     )
 
 
-def _restore_levels(plugin: Plugin, saved: dict[str, Any]) -> None:
-    codec, tables = plugin.run.scheme.weights, saved["levels"]
-    for param in plugin.run.params:
+def _restore_levels(run: Run, device: torch.device, saved: dict[str, Any]) -> None:
+    codec, tables = run.scheme.weights, saved["levels"]
+    for param in run.params:
         param.levels = None
     if not isinstance(codec, GroupCodec) or codec.levels != "learned":
         return
     fitting = 0
-    for param in plugin.run.params:
+    for param in run.params:
         table = tables.get(param.name)
         if table is not None and table.numel() == 1 << codec.bits:
-            param.levels = table.to(plugin.engine.device)
+            param.levels = table.to(device)
             fitting += 1
-    plugin.run.state.learned_at = saved["learned_at"]
+    run.state.learned_at = saved["learned_at"]
     lost = len(tables) - fitting
     if lost:
         log.log_rank0(
@@ -157,7 +155,7 @@ _PATIENCE = 60.0  # seconds before rank 0 names the missing ranks
 _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 
 # In the order in which they attached, which is the same on all ranks.
-_plugins: WeakKeyDictionary[Plugin, None] = WeakKeyDictionary()
+_replicas: WeakKeyDictionary[Replica, None] = WeakKeyDictionary()
 _logged_lines: set[str] = set()  # of ``_calling_line``
 
 # Libraries whose frames lie between the code that saves and the state dict. An installed program,
@@ -175,15 +173,15 @@ _LIBRARIES = frozenset(
 )
 
 
-def watch_reads(plugin: Plugin) -> None:
-    """Wrap or log the readers of the engine's weights: see [Note: who reads weights]."""
-    if plugin.run.scheme.weights is None:  # nothing is decoded
+def watch_reads(replica: Replica, events: hooks.Hooks) -> None:
+    """Wrap or log the readers of a replica: see [Note: who reads weights]."""
+    if replica.front.run.scheme.weights is None:  # nothing is decoded
         return
-    on_destroy = plugin.hooks.on_destroy
-    _plugins[plugin] = None
-    on_destroy.append(partial(_plugins.pop, plugin, None))
-    for module in plugin.engine.module.modules():
-        if any(_is_quantized(plugin, p) for p in module.parameters(recurse=False)):
+    on_destroy = events.on_destroy
+    _replicas[replica] = None
+    on_destroy.append(partial(_replicas.pop, replica, None))
+    for module in events.engine.module.modules():
+        if any(_is_quantized(replica, p) for p in module.parameters(recurse=False)):
             on_destroy.append(module.register_state_dict_pre_hook(_log_state_dict).remove)
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if accelerator is not None:
@@ -193,31 +191,29 @@ def watch_reads(plugin: Plugin) -> None:
         hooks.wrap_once(callbacks, "on_train_end", _end_train_exact)
 
 
-def _is_quantized(plugin: Plugin, parameter: torch.Tensor) -> bool:
-    param = plugin.run.param_of(parameter)
+def _is_quantized(replica: Replica, parameter: torch.Tensor) -> bool:
+    param = replica.front.run.param_of(parameter)
     return param is not None and param.trained and param.is_quantized(parameter.dtype)
 
 
-def _decoded(model: Any) -> list[Plugin]:
-    """Return the engines whose decoded weights are among the parameters of a module.
+def _decoded_replicas(model: Any) -> list[Replica]:
+    """Return the replicas whose decoded weights are among the parameters of a module.
 
     It may be the engine's module, a part of it, or a module around it.
     """
     if not isinstance(model, torch.nn.Module):
         return []
     params = list(model.parameters())
-    decoded: list[Plugin] = []
-    for plugin in _plugins:
-        if plugin.replica is None or plugin.replica.holds_exact:
-            continue
-        if any(_is_quantized(plugin, p) for p in params):
-            decoded.append(plugin)
-    return decoded
+    return [
+        replica
+        for replica in _replicas
+        if not replica.holds_exact and any(_is_quantized(replica, p) for p in params)
+    ]
 
 
-def _decoded_replicas(caller: str, model: Any) -> list[Replica]:
+def _awaited_replicas(caller: str, model: Any) -> list[Replica]:
     """Return the decoded replicas behind a module; wait until all ranks can make them exact."""
-    replicas = [plugin.replica for plugin in _decoded(model) if plugin.replica is not None]
+    replicas = _decoded_replicas(model)
     if replicas:
         rank, world = hooks.rank_and_world()
         wait_for_ranks(caller, rank=rank, world=world, patience=_PATIENCE, timeout=_TIMEOUT)
@@ -227,7 +223,7 @@ def _decoded_replicas(caller: str, model: Any) -> list[Replica]:
 def _get_exact_state_dict(
     original: Callable[..., object], self: object, model: object, *args: object, **kwargs: object
 ) -> object:
-    replicas = _decoded_replicas("Accelerator.get_state_dict", model)
+    replicas = _awaited_replicas("Accelerator.get_state_dict", model)
     with hooks.opened(replica.exact for replica in replicas):
         return original(self, model, *args, **kwargs)
 
@@ -235,22 +231,23 @@ def _get_exact_state_dict(
 def _end_train_exact(
     original: Callable[..., object], self: Any, *args: object, **kwargs: object
 ) -> object:
-    for replica in _decoded_replicas("Trainer's on_train_end", self.model):
+    for replica in _awaited_replicas("Trainer's on_train_end", self.model):
         replica.show_exact()
     return original(self, *args, **kwargs)
 
 
 def _log_state_dict(module: torch.nn.Module, *_: object) -> None:
     """Log a state dict with decoded weights, once per line of code that takes one."""
-    for plugin in _decoded(module):
+    for replica in _decoded_replicas(module):
         line = _calling_line()
         if line in _logged_lines:
             continue
         _logged_lines.add(line)
         if _is_first_logger(line):
+            front = replica.front
             log.log_here(
-                f"quantized_comm: {line}: state_dict() on rank {plugin.engine.global_rank} under "
-                f"ZeRO-{plugin.stage} gives decoded weights, which are not those of a checkpoint: "
+                f"quantized_comm: {line}: state_dict() on rank {front.engine.global_rank} under "
+                f"ZeRO-{front.stage} gives decoded weights, which are not those of a checkpoint: "
                 "call it inside `with ds_quant.exact_weights(engine):`, entered by all ranks, save "
                 "with engine.save_16bit_model or Accelerator.get_state_dict, or take a scheme with "
                 "exact weights: lossless, lossless_w_g4 or lossless_w_g3 (logged once per place)"

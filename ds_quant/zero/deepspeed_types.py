@@ -144,7 +144,7 @@ class Engine(Protocol):
     global_samples: int
     monitor: Monitor
     checkpoint_engine: CheckpointEngine
-    ds_quant_plugin: Any  # set by this plugin: attach.attach
+    ds_quant_attached: Any  # set by this plugin: attach.attach
 
     def zero_optimization_stage(self) -> int:
         """Return ``zero_optimization.stage``."""

@@ -12,14 +12,16 @@ from __future__ import annotations
 import torch.distributed as torch_dist
 
 from ds_quant.comm.transport import Communicator
+from ds_quant.zero.front import EngineFront
 from ds_quant.zero.gradients import BucketLayout
-from ds_quant.zero.plugin import Plugin
 
 _MOST_NAMES = 4  # in a message
 _NO_BUCKET = -1  # stands for a digest
 
 
-def require_equal(plugin: Plugin, communicator: Communicator, layout: BucketLayout | None) -> None:
+def require_equal(
+    front: EngineFront, communicator: Communicator, layout: BucketLayout | None
+) -> None:
     """Compare this rank's bucket with the others': see [Note: equal buckets]. A collective.
 
     layout: the bucket that is about to be reduced; None before the optimizer steps.
@@ -28,17 +30,17 @@ def require_equal(plugin: Plugin, communicator: Communicator, layout: BucketLayo
         RuntimeError: on all ranks, if one has another bucket or none.
     """
     digest = _NO_BUCKET if layout is None else layout.digest
-    if not communicator.differs(digest ^ plugin.gradient_step):
+    if not communicator.differs(digest ^ front.gradient_step):
         return
     names: list[str] = []
     if layout is not None:
         names = list(dict.fromkeys(param.name for param, _ in layout.members))
     names_by_rank: list[list[str]] = [[]] * communicator.size
     torch_dist.all_gather_object(names_by_rank, names, group=communicator.process_group)
-    raise RuntimeError(_describe(plugin, communicator, names_by_rank))
+    raise RuntimeError(_describe(front.engine.global_steps, communicator, names_by_rank))
 
 
-def _describe(plugin: Plugin, communicator: Communicator, names_by_rank: list[list[str]]) -> str:
+def _describe(step: int, communicator: Communicator, names_by_rank: list[list[str]]) -> str:
     """Name two ranks that differ, and the parameters that one of them lacks."""
     first = names_by_rank[0]
     differing = (rank for rank, names in enumerate(names_by_rank) if names != first)
@@ -49,8 +51,8 @@ def _describe(plugin: Plugin, communicator: Communicator, names_by_rank: list[li
     if len(missing) > _MOST_NAMES:
         shown += ", ..."
     return (
-        f"quantized_comm: step {plugin.engine.global_steps}: ranks reduce different "
-        f"gradients: rank {communicator.ranks[0]} those of {len(first)} parameter(s) now, rank "
+        f"quantized_comm: step {step}: ranks reduce different gradients: rank "
+        f"{communicator.ranks[0]} those of {len(first)} parameter(s) now, rank "
         f"{communicator.ranks[other_rank]} those of {len(other)}; one of them lacks "
         f"{shown or 'none, but they come in another order'}. Under ZeRO-1 and 2 every rank "
         "must have gradients of the same parameters, with and without this plugin. Leave out the "

@@ -31,10 +31,11 @@ from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.small_tensors import SMALL_NUMEL, small_tensors_last
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.runtime.param import ABSENT, DECODED, EXACT, Param
-from ds_quant.zero import accelerator, sharded_params
+from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.deepspeed_types import GatherHandle, ZeroParameter
+from ds_quant.zero.front import EngineFront
+from ds_quant.zero.hooks import Hooks
 from ds_quant.zero.node_shard import NodeShard
-from ds_quant.zero.plugin import Plugin
 
 # A posted gather: its parameters, per parameter True if its values may differ from the exact ones,
 # and the values.
@@ -46,11 +47,18 @@ class Fetch:
 
     Args:
         updated: parameters that the engine's optimizer updates; None without an optimizer.
+
+    node_shard: None if the scheme keeps none, or another engine serves the fetches. ``close`` frees
+        it, and so does another engine that takes over.
     """
 
-    def __init__(self, plugin: Plugin, updated: Sequence[ZeroParameter] | None) -> None:
-        self._plugin = plugin
+    def __init__(self, front: EngineFront, updated: Sequence[ZeroParameter] | None) -> None:
+        assert front.gather_count is not None  # of ZeRO-3
+        self._front = front
+        self._run = front.run
+        self._gather_count = front.gather_count
         self._updated = updated
+        self.node_shard: NodeShard | None = None
         self.barrier = accelerator.StepBarrier()
         self._parameters: list[ZeroParameter] = []  # of the engine's module
         self._hooked: dict[int, ZeroParameter] = {}  # wrapped parameters by ds_id
@@ -61,12 +69,11 @@ class Fetch:
 
     # ---- life of an engine ----
 
-    def attach(self, params: Iterable[ZeroParameter]) -> None:
+    def attach(self, params: Iterable[ZeroParameter], events: Hooks) -> None:
         """Serve the parameters of a module, and parameters that are fetched with them."""
         self._parameters = list(params)
-        events = self._plugin.hooks
         sharded_params.before_fetch(events, self._before_fetch)
-        if self._plugin.run.routes.keeps_shard or not self._trains:
+        if self._run.routes.keeps_shard or not self._trains:
             sharded_params.around_forward(events, self._before_forward, self._after_forward)
         sharded_params.note_external()
         self._find_host()
@@ -120,14 +127,13 @@ class Fetch:
         The hooks of the host and of its guests all run in a forward: those of the host count.
         """
         if self._host is not None:
-            if self._host._plugin.gather_count is not None:
-                self._host._plugin.gather_count.disturb()
-        elif self._plugin.node_shard is not None:
-            self._plugin.node_shard.before_forward(module)
+            self._host._gather_count.disturb()
+        elif self.node_shard is not None:
+            self.node_shard.before_forward(module)
 
     def _after_forward(self, module: torch.nn.Module) -> None:
-        if self._host is None and self._plugin.node_shard is not None:
-            self._plugin.node_shard.after_forward(module)
+        if self._host is None and self.node_shard is not None:
+            self.node_shard.after_forward(module)
 
     def hook_parameters(self, params: Iterable[ZeroParameter]) -> None:
         """Wrap the gathers of parameters, also of those created later or never quantized.
@@ -141,12 +147,17 @@ class Fetch:
 
     def keep_in_node(self) -> None:
         """Serve gathers from a node shard from now on, if the scheme has one."""
-        if not self._plugin.run.routes.keeps_shard:
+        if not self._run.routes.keeps_shard:
             return
-        node = NodeShard(self._plugin, self._parameters, self._updated or (), self.barrier)
-        self._plugin.node_shard = node
+        self.node_shard = NodeShard(
+            self._run,
+            self._parameters,
+            self._updated or (),
+            self.barrier,
+            on_host=offload.offloads_parameters(self._front.engine),
+        )
         for parameter in self._parameters:
-            sharded_params.wrap_partition(parameter, node.resync, owner=self)
+            sharded_params.wrap_partition(parameter, self.node_shard.resync, owner=self)
 
     def ids(self) -> set[int]:
         """Return the ids of the module's parameters."""
@@ -172,9 +183,9 @@ class Fetch:
         self._parameters = []
 
     def _stop_serving(self) -> None:
-        if self._plugin.node_shard is not None:
-            self._plugin.node_shard.close()
-            self._plugin.node_shard = None
+        if self.node_shard is not None:
+            self.node_shard.close()
+            self.node_shard = None
         for p in self._hooked.values():
             sharded_params.unwrap(p, owner=self)
             if self._pop_decoded(p) and sharded_params.is_available(p):
@@ -186,14 +197,14 @@ class Fetch:
 
     def learn_levels(self) -> None:
         """Learn from the updated shards. DeepSpeed counts the step only after it."""
-        self._plugin.run.learn_levels(self._plugin.step + 1, self._own_values())
+        self._run.learn_levels(self._front.step + 1, self._own_values())
 
     def _own_values(self) -> Iterator[tuple[Param | None, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard, and the ranks that share it."""
         for p in self._parameters:
-            communicator = self._plugin.run.communicator(p.ds_process_group)
+            communicator = self._run.communicator(p.ds_process_group)
             (shard,) = sharded_params.valid_shards([p], communicator.rank)
-            yield self._plugin.run.param_of(p), shard, communicator
+            yield self._run.param_of(p), shard, communicator
 
     # ---- gathers for forward and backward ----
 
@@ -209,15 +220,15 @@ class Fetch:
         DeepSpeed gathers parameters that this engine does not know (created later) or that hold no
         floats. Split and order are equal on all ranks.
         """
-        self._plugin.requested_roles.add("weights")
+        self._front.requested_roles.add("weights")
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
-        if self._plugin.gather_count is not None:
-            self._plugin.gather_count.fetched(params)
+        if self._gather_count.is_counting:
+            self._gather_count.fetched(params)
         by_group: dict[int, list[Param]] = {}
         in_node: list[Param] = []
         foreign: list[ZeroParameter] = []
         for p in params:
-            param = self._plugin.run.param_of(p)
+            param = self._run.param_of(p)
             if param is not None and param.row_state is not ABSENT:
                 in_node.append(param)
             elif param is not None and self._is_sent(p):
@@ -239,16 +250,16 @@ class Fetch:
         return _FetchHandle(gathers, foreign_handle) if gathers else foreign_handle
 
     def _is_sent(self, parameter: ZeroParameter) -> bool:
-        communicator = self._plugin.run.communicator(parameter.ds_process_group)
+        communicator = self._run.communicator(parameter.ds_process_group)
         return sharded_params.is_sendable(parameter) and communicator.size > 1
 
     def _gather(self, params: list[Param]) -> _Gather:
         """Post the gather of parameters that share a process group."""
         tensors = [param.tensor for param in params]
-        hierarchy = self._plugin.run.level(tensors[0].ds_process_group).hierarchy
+        hierarchy = self._run.level(tensors[0].ds_process_group).hierarchy
         sharded_params.begin_fetch(tensors)
-        step = self._plugin.step
-        is_full_precision = self._plugin.run.is_full_precision(step)
+        step = self._front.step
+        is_full_precision = self._run.is_full_precision(step)
         bound_codecs = [
             self._bound_codec(param, hierarchy.rank, step, is_full_precision) for param in params
         ]
@@ -268,9 +279,8 @@ class Fetch:
     def _gather_in_node(self, params: list[Param]) -> _Gather:
         """Post the gather of parameters that the node shard serves."""
         sharded_params.begin_fetch([param.tensor for param in params])
-        node_shard = self._plugin.node_shard
-        assert node_shard is not None
-        pending, is_lossy = node_shard.gather(params)
+        assert self.node_shard is not None
+        pending, is_lossy = self.node_shard.gather(params)
         return params, is_lossy, pending
 
     def _bound_codec(
@@ -281,7 +291,7 @@ class Fetch:
         if not (is_full_precision or param.tensor.ds_persist):
             # A node shard serves all parameters whose ranks are the world. Beside it only those of
             # fewer ranks come here.
-            full_world = self._plugin.node_shard is None
+            full_world = self.node_shard is None
             # Only the first hop encodes: a second one forwards its rows.
             hop_codec, *_ = param.weight_codecs(dtype, rank=rank, full_world=full_world)
             if hop_codec is not None:
@@ -315,7 +325,7 @@ class Fetch:
 
     def _pop_decoded(self, parameter: ZeroParameter) -> bool:
         """Return and clear the flag that gathered values are decoded."""
-        param = self._plugin.run.param_of(parameter)
+        param = self._run.param_of(parameter)
         if param is None or param.gathered is not DECODED:
             return False
         param.gathered = EXACT

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ds_quant.runtime import log
 from ds_quant.zero import hooks
-from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.front import EngineFront
 from ds_quant.zero.version import deepspeed_version
 
 # Share of the bytes of one exchange of all weights and one reduction of all gradients. A rank
@@ -19,31 +19,30 @@ from ds_quant.zero.version import deepspeed_version
 _LEAST_SHARE = 0.5
 
 
-def check_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
+def check_first_step(front: EngineFront, events: hooks.Hooks, promised: Sequence[str]) -> None:
     """Check once that the first step with gradients requests the roles ``promised``.
 
     Steps that DeepSpeed skips, and steps without gradients (every label masked), do not count. The
     step raises RuntimeError if DeepSpeed has not requested a promised role.
     """
-    events = plugin.hooks
     had_gradients = "gradients" not in promised
-    least_bytes = _least_bytes(plugin, promised)
+    least_bytes = _least_bytes(front, promised)
 
     def note_gradients() -> None:  # at the end of a backward, in DeepSpeed's buckets
         nonlocal had_gradients
         had_gradients |= hooks.has_gradients(events.optimizer)
 
     def check(skipped: bool) -> None:
-        if skipped or not (had_gradients or "gradients" in plugin.requested_roles):
+        if skipped or not (had_gradients or "gradients" in front.requested_roles):
             return
         events.after_step.remove(check)
         if note_gradients in events.before_last_buckets:
             events.before_last_buckets.remove(note_gradients)
         for role in promised:
-            if role not in plugin.requested_roles:
+            if role not in front.requested_roles:
                 raise hooks.moved(f"{hooks.CARRIERS[role]} in the first step")
         for role, least in least_bytes.items():
-            received = sum(plugin.run.traffic.received[role].values())
+            received = sum(front.run.traffic.received[role].values())
             if received < least:
                 log.log_rank0(
                     f"quantized_comm: the first step has brought {received} bytes of {role} to "
@@ -57,16 +56,16 @@ def check_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
     events.after_step.append(check)
 
 
-def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
+def _least_bytes(front: EngineFront, promised: Sequence[str]) -> dict[str, float]:
     """Return the bytes that this rank receives at least in a first step, by role.
 
     Empty where no formula predicts them.
     """
-    if plugin.has_few_ranks:  # the formula counts bytes that other ranks send
+    if front.has_few_ranks:  # the formula counts bytes that other ranks send
         return {}
     # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
-    received = plugin.run.comm_volume().received(1, micro_steps=1)
-    if plugin.run.scheme.lossless:  # depends on how much the weights have changed
+    received = front.run.comm_volume().received(1, micro_steps=1)
+    if front.run.scheme.lossless:  # depends on how much the weights have changed
         received.pop("weights")
     return {
         role: _LEAST_SHARE * sum(links.values())
@@ -75,12 +74,12 @@ def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
     }
 
 
-def promised_roles(plugin: Plugin) -> list[str]:
+def promised_roles(front: EngineFront) -> list[str]:
     """Return the roles that DeepSpeed must request in a step."""
-    shared = [p for p, group in plugin.served_params if plugin.run.communicator(group).size > 1]
+    shared = [p for p, group in front.served_params if front.run.communicator(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")
-    if plugin.stock_gradients_reason is None and any(p.requires_grad for p in shared):
+    if front.stock_gradients_reason is None and any(p.requires_grad for p in shared):
         roles.append("gradients")
     return roles

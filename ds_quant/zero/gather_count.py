@@ -16,7 +16,7 @@ from ds_quant.policy.model import FetchSettings
 from ds_quant.runtime import log
 from ds_quant.zero import sharded_params
 from ds_quant.zero.deepspeed_types import Engine, ZeroParameter
-from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.hooks import Hooks
 
 _RECORDING = 2  # micro-steps, see [Note: steady state]
 _TOLERANCE = 0.03  # relative error of a prediction that is not logged
@@ -45,54 +45,73 @@ def gathered_modules(module: torch.nn.Module) -> int:
 
 
 class GatherCount:
-    """Counts fetched elements until an optimizer step in a steady state gives the number.
+    """The gathers of an element per micro-step of one engine.
 
-    start_line: returns the start-up line, which is logged again if the prediction was wrong.
+    gathers: predicted, until ``count`` has replaced it.
+    is_counting: True while ``fetched`` must be called.
     """
 
-    def __init__(self, plugin: Plugin, start_line: Callable[[], str]) -> None:
-        self._plugin = plugin
-        self._start_line = start_line
-        module = plugin.engine.module
-        self._numel, _ = sharded_params.elements(module)
-        persistent = [p for p in sharded_params.parameters_of(module) if p.ds_persist]
-        self._persistent_numel = sum(p.ds_numel for p in persistent)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.gathers = predicted_gathers(engine)
+        self.is_counting = False
         self._fetched_numel = 0
         self._undisturbed = 0  # micro-steps before this optimizer step
         self._is_disturbed = False
 
+    def count(self, events: Hooks, start_line: Callable[[], str]) -> None:
+        """Count until an optimizer step in a steady state gives the number.
+
+        start_line: returns the start-up line, which is logged again if the prediction was wrong.
+        """
+        module = self._engine.module
+        numel, _ = sharded_params.elements(module)
+        persistent = [p for p in sharded_params.parameters_of(module) if p.ds_persist]
+        persistent_numel = sum(p.ds_numel for p in persistent)
+        predicted = self.gathers
+
+        def after_count() -> None:
+            if not self._ends_steady_step():
+                self._begin_step()
+                return
+            self.is_counting = False
+            events.after_count.remove(after_count)
+            fetched_numel = self._fetched_numel + persistent_numel
+            self.gathers = fetched_numel / self._micro_steps / max(1, numel)
+            if abs(self.gathers - predicted) > _TOLERANCE * predicted:
+                log.log_rank0(
+                    f"quantized_comm: weights are fetched {self.gathers:.3g} times per "
+                    f"micro-batch, not {predicted:.3g} as predicted; corrected start-up line: "
+                    f"{start_line()}"
+                )
+
+        self.is_counting = True
+        self._begin_step()
+        events.after_count.append(after_count)
+
     def fetched(self, params: Iterable[ZeroParameter]) -> None:
         """Count parameters that DeepSpeed gathers for forward or backward."""
         self._fetched_numel += sum(p.ds_numel for p in params if not p.ds_persist)
-        self._is_disturbed |= not self._plugin.engine.module.training
+        self._is_disturbed |= not self._engine.module.training
 
     def disturb(self) -> None:
         """Do not count this step: an engine for evaluation has fetched."""
         self._is_disturbed = True
 
-    def after_step(self) -> None:
-        """End an optimizer step. Take its count if DeepSpeed was in a steady state."""
-        plugin = self._plugin
-        micro_steps = plugin.engine.gradient_accumulation_steps()
-        if self._is_disturbed:
-            self._undisturbed = 0
-            self._begin_step()
-            return
-        if self._undisturbed < _RECORDING:
-            self._undisturbed += micro_steps
-            self._begin_step()
-            return
-        numel = self._fetched_numel + self._persistent_numel
-        predicted = plugin.gathers
-        plugin.gathers = numel / micro_steps / max(1, self._numel)
-        plugin.gather_count = None
-        plugin.hooks.after_count.remove(self.after_step)
-        if abs(plugin.gathers - predicted) > _TOLERANCE * predicted:
-            log.log_rank0(
-                f"quantized_comm: weights are fetched {plugin.gathers:.3g} times per micro-batch, "
-                f"not {predicted:.3g} as predicted; corrected start-up line: {self._start_line()}"
-            )
+    @property
+    def _micro_steps(self) -> int:
+        return self._engine.gradient_accumulation_steps()
 
     def _begin_step(self) -> None:
         self._fetched_numel = 0
         self._is_disturbed = False
+
+    def _ends_steady_step(self) -> bool:
+        """Return True if the optimizer step that has ended was in a steady state."""
+        if self._is_disturbed:
+            self._undisturbed = 0
+            return False
+        if self._undisturbed < _RECORDING:
+            self._undisturbed += self._micro_steps
+            return False
+        return True

@@ -31,8 +31,8 @@ from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
 from ds_quant.runtime.plan_cache import PlanCache
-from ds_quant.zero.partial_gradients import Member, PartialBucket
-from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.front import EngineFront
+from ds_quant.zero.partial_gradients import Member, PartialBucket, PartialGradients
 
 # ---- layout of a bucket ----
 
@@ -152,10 +152,15 @@ class PendingSums(NamedTuple):
 
 
 class GradientReducer:
-    """Plans and begins the reductions of one engine."""
+    """Plans and begins the reductions of one engine.
 
-    def __init__(self, plugin: Plugin) -> None:
-        self._plugin = plugin
+    partial_gradients: None if gradients take both hops in every micro-step.
+    """
+
+    def __init__(self, front: EngineFront, partial_gradients: PartialGradients | None) -> None:
+        self._front = front
+        self._run = front.run
+        self._partial_gradients = partial_gradients
         self._layouts: PlanCache[Hashable, BucketLayout] = PlanCache()
         self._sums: PlanCache[Hashable, GradientSums] = PlanCache()
 
@@ -178,7 +183,7 @@ class GradientReducer:
         """
         gradient_codecs, segments = _by_gradient(slices)
         specs = tuple([codecs.spec for codecs in gradient_codecs])
-        hops = self._plugin.run.level(communicator.process_group).hops
+        hops = self._run.level(communicator.process_group).hops
         sizes = segments, specs, hops, communicator, scale
         sums = self._sums.get(sizes)
         if sums is None:
@@ -212,7 +217,7 @@ class GradientReducer:
         hops: their number.
         rank: of the sender.
         """
-        if self._plugin.run.is_full_precision(self._plugin.step):
+        if self._run.is_full_precision(self._front.step):
             gradient_codecs = full_precision_gradient(dtype, hops)
         else:
             gradient_codecs = param.gradient_codecs(dtype, rank=rank, hops=hops)
@@ -230,15 +235,15 @@ class GradientReducer:
         between the nodes once per optimizer step, [Note: partial gradients], a micro-step before
         the boundary takes steps 1, 3 and 4 and the last one steps 1, 3, 5 and 6.
         """
-        plugin = self._plugin
+        front, store = self._front, self._partial_gradients
         sums = layout.sums
         device = tensors[0].device
-        crosses_once = plugin.crosses_once(hops)
 
         # 1. Bind the codecs to this micro-step. Partial sums stay rotated while they are added
         #    up, so all micro-steps of an optimizer step share one pattern of sign flips.
-        step = plugin.gradient_step
-        signs_step = plugin.engine.global_steps << 24 if crosses_once else step
+        step = front.gradient_step
+        crosses_once = store is not None and len(hops) == 2
+        signs_step = front.engine.global_steps << 24 if crosses_once else step
         bound_codecs, rotations = zip(
             *[codecs.bound_codecs(step, signs_step) for codecs in layout.gradient_codecs],
             strict=True,
@@ -246,10 +251,7 @@ class GradientReducer:
         partial_sums: Tensor | None = None
         reduced: Mapping[Member, Tensor] = {}
 
-        if crosses_once:
-            store = plugin.partial_gradients
-            assert store is not None  # see ``crosses_once``
-
+        if store is not None and crosses_once:
             # 2. A bucket of zeros stands for parameters without a gradient at the boundary. Zeros
             #    need no message: reduce the partial sums of earlier micro-steps, and return them.
             if store.only_zeros(layout.members):
@@ -264,7 +266,7 @@ class GradientReducer:
                 partial_sums = bucket.values
 
             # 4. Before the boundary: add the gradients up inside the node, and keep the result.
-            if not plugin.engine.is_gradient_accumulation_boundary():
+            if not front.engine.is_gradient_accumulation_boundary():
                 bucket = _accumulate(layout, tensors, bound_codecs, rotations, partial_sums)
                 store.keep(layout, bucket)
                 return PendingSums(layout, bucket.reduction, None, {})

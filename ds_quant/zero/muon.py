@@ -14,9 +14,9 @@ import torch
 from ds_quant.kernels.wire import FP32_BYTES, ceil_div
 from ds_quant.policy import refusals
 from ds_quant.runtime.param import Param
+from ds_quant.runtime.run import Run
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer
 from ds_quant.zero.hooks import Context, ExpectedCall, Hooks, as_event
-from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version, is_older
 
 # Methods that run Muon once per optimizer step, on the shards of a rank: ZeRO-3 from 0.19.8 on, and
@@ -110,9 +110,9 @@ class MatrixGroup(NamedTuple):
         return buckets
 
 
-def _sub_groups(plugin: Plugin, optimizer: Any) -> list[tuple[list[Any], MatrixGroup]]:
+def _sub_groups(run: Run, optimizer: Any) -> list[tuple[list[Any], MatrixGroup]]:
     """Return the parameters of every sub-group of ZeRO-3 that Muon updates in rounds."""
-    if plugin.stage < 3 or not runs_per_step(optimizer) or optimizer.offload_optimizer:
+    if run.routes.stage < 3 or not runs_per_step(optimizer) or optimizer.offload_optimizer:
         return []
     groups: list[tuple[list[Any], MatrixGroup]] = []
     for params, uses_muon in zip(
@@ -120,50 +120,50 @@ def _sub_groups(plugin: Plugin, optimizer: Any) -> list[tuple[list[Any], MatrixG
     ):
         if uses_muon and params:
             numels = tuple([p.ds_numel for p in params])
-            ranks = plugin.run.communicator(params[0].ds_process_group).size
+            ranks = run.communicator(params[0].ds_process_group).size
             groups.append((params, MatrixGroup(numels, ranks)))
     return groups
 
 
-def full_round(plugin: Plugin, optimizer: Any) -> int:
+def full_round(run: Run, optimizer: Any) -> int:
     """Return the least ``reduce_bucket_size`` that gives every rank a matrix; 0 without rounds.
 
     In a smaller bucket DeepSpeed gathers padding in place of the missing matrices.
     """
-    rounds = [group.full_round for _, group in _sub_groups(plugin, optimizer)]
+    rounds = [group.full_round for _, group in _sub_groups(run, optimizer)]
     return max(rounds, default=0)
 
 
-def _gathered_bytes(plugin: Plugin, optimizer: Any, bucket_size: int) -> dict[Param, float]:
+def _gathered_bytes(run: Run, optimizer: Any, bucket_size: int) -> dict[Param, float]:
     """Return the bytes per element that Muon gathers once per optimizer step, by parameter.
 
     An offloaded optimizer gathers less in the first step.
     """
     if not runs_per_step(optimizer):
         return {}
-    matrices = [p for p in plugin.run.params if getattr(p.tensor, "use_muon", False)]
-    if plugin.stage < 3:
+    matrices = [p for p in run.params if getattr(p.tensor, "use_muon", False)]
+    if run.routes.stage < 3:
         return dict.fromkeys(matrices, 2.0 * FP32_BYTES) if optimizer.cpu_offload else {}
     if optimizer.offload_optimizer:
         return dict.fromkeys(matrices, 2.0 * optimizer.gradient_accumulation_dtype.itemsize)
     itemsize = optimizer.communication_data_type.itemsize
     gathered: dict[Param, float] = {}
-    for params, group in _sub_groups(plugin, optimizer):
+    for params, group in _sub_groups(run, optimizer):
         for parameter, elements in zip(params, group.gathered(bucket_size), strict=True):
-            param = plugin.run.param_of(parameter)
+            param = run.param_of(parameter)
             if param is not None and parameter.ds_numel:
                 gathered[param] = itemsize * elements / parameter.ds_numel
     return gathered
 
 
-def _count_gathers(plugin: Plugin) -> None:
+def _count_gathers(run: Run, events: Hooks) -> None:
     """Count every gather that Muon runs at the end of an accumulation."""
     from deepspeed import comm
 
     def counted(gather: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [output] if isinstance(output, torch.Tensor) else output
         nbytes = sum(t.numel() * t.element_size() for t in tensors)  # from all ranks together
-        plugin.run.communicator(kwargs.get("group")).count_ring(nbytes, role="gradients")
+        run.communicator(kwargs.get("group")).count_ring(nbytes, role="gradients")
         return gather(output, *args, **kwargs)
 
     contexts: list[Context] = []
@@ -171,38 +171,39 @@ def _count_gathers(plugin: Plugin) -> None:
         call.install(comm)
         gather = getattr(comm, call.name).ds_quant_wraps
         contexts.append(partial(call.through, partial(counted, gather), lambda: True))
-    optimizer = plugin.hooks.optimizer
+    optimizer = events.optimizer
     for name in _AT_THE_BOUNDARY:
         if hasattr(optimizer, name):
-            plugin.hooks.wrap(optimizer, name, as_event(contexts))
+            events.wrap(optimizer, name, as_event(contexts))
 
 
-def _price(plugin: Plugin, gathered: dict[Param, float]) -> float:
+def _price(run: Run, gathered: dict[Param, float]) -> float:
     """Return bytes per parameter of the model, from bytes per element of Muon's matrices."""
     total = sum(nbytes * param.shape.numel() for param, nbytes in gathered.items())
-    return total / plugin.run.comm_volume().numel
+    return total / run.comm_volume().numel
 
 
-def attach(plugin: Plugin, optimizer: Any) -> None:
+def attach(run: Run, engine: Engine, events: Hooks) -> None:
     """Price and count the gathers of an optimizer step of Muon: exact gradients and momentum."""
-    bucket_size = int(plugin.engine.zero_reduce_bucket_size())
-    gathered = _gathered_bytes(plugin, optimizer, bucket_size)
+    optimizer = events.optimizer
+    bucket_size = int(engine.zero_reduce_bucket_size())
+    gathered = _gathered_bytes(run, optimizer, bucket_size)
     if not gathered:
         return
-    _count_gathers(plugin)
+    _count_gathers(run, events)
     for param, nbytes in gathered.items():
         param.boundary = nbytes
-    price = _price(plugin, gathered)
+    price = _price(run, gathered)
     notice = f"Muon gathers gradients and momentum itself, exactly: volume {price:.2f} B/param/step"
-    enough = full_round(plugin, optimizer)
+    enough = full_round(run, optimizer)
     if bucket_size < enough:
-        best = _price(plugin, _gathered_bytes(plugin, optimizer, enough))
+        best = _price(run, _gathered_bytes(run, optimizer, enough))
         if best < price:
             notice += f" ({best:.2f} with reduce_bucket_size={enough})"
-    plugin.run.notices.append(notice)
+    run.notices.append(notice)
 
 
-def note_whole_matrices(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
+def note_whole_matrices(run: Run, optimizer: OwnerOptimizer) -> None:
     """ZeRO-1/2: leave Muon matrices that span partitions to DeepSpeed's all-reduce.
 
     Muon needs their whole gradient on several ranks. Before 0.19.3 DeepSpeed sums only a rank's
@@ -214,16 +215,16 @@ def note_whole_matrices(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     split: list[Param] = []
     for index, group in enumerate(optimizer.bit16_groups):
         for p in group:
-            param = plugin.run.param_of(p)
+            param = run.param_of(p)
             if param is None or not getattr(p, "use_muon", False):
                 continue
             if len(owners[index][optimizer.get_param_id(p)]) > 1:
                 param.needs_full_gradient = True
                 split.append(param)
     if split:
-        trained = sum(param.shape.numel() for param in plugin.run.params if param.trained)
+        trained = sum(param.shape.numel() for param in run.params if param.trained)
         share = sum(param.shape.numel() for param in split) / trained
-        plugin.run.notices.append(
+        run.notices.append(
             f"gradients of Muon matrices that lie on several ranks ({len(split)}, "
             f"{100 * share:.1f} % of the elements) stay exact: Muon needs them whole"
         )

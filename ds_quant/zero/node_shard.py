@@ -59,13 +59,13 @@ from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.runtime import log
 from ds_quant.runtime.param import ABSENT, CURRENT, STALE, HopCodec, Param
 from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.run import Run
 from ds_quant.runtime.written_weights import WrittenWeights
 from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.accelerator import StepBarrier
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
 from ds_quant.zero.deepspeed_types import ZeroParameter
 from ds_quant.zero.lossless import NodeRows
-from ds_quant.zero.plugin import Plugin
 
 # Index of a hop among the codecs of a parameter's weights.
 _INTER_NODE = 0
@@ -90,20 +90,23 @@ class NodeShard:
         params: of the engine's module.
         updated: parameters that the optimizer updates; none for an engine without optimizer.
         barrier: orders gathers behind writes of the rows.
+        on_host: keep the rows in host memory, as DeepSpeed keeps its shards.
 
     served: parameters whose ranks are the world, which DeepSpeed does not keep gathered.
     """
 
     def __init__(
         self,
-        plugin: Plugin,
+        run: Run,
         params: Iterable[ZeroParameter],
         updated: Iterable[ZeroParameter],
         barrier: StepBarrier,
+        *,
+        on_host: bool,
     ) -> None:
-        self._plugin = plugin
+        self._run = run
         self._barrier = barrier
-        hierarchy = plugin.run.world.hierarchy  # None: the world
+        hierarchy = run.world.hierarchy  # None: the world
         # With one rank per node every message crosses between nodes.
         self._inter = hierarchy.inter or hierarchy.flat
         self._intra = hierarchy.intra
@@ -113,10 +116,10 @@ class NodeShard:
         # - Rows
         self.served: list[Param] = []
         for p in params:
-            param = plugin.run.param_of(p)
+            param = run.param_of(p)
             if param is not None and self._is_served(p):
                 self.served.append(param)
-        self._stays_on_host = offload.offloads_parameters(plugin.engine)
+        self._stays_on_host = on_host
         self._is_away = False  # moved to the host by ``offload_states``
         self._allocate()
 
@@ -150,12 +153,12 @@ class NodeShard:
 
         Persistent parameters stay gathered. The ranks of an expert are not the world.
         """
-        in_world = self._plugin.run.is_world(p.ds_process_group)
+        in_world = self._run.is_world(p.ds_process_group)
         return sharded_params.is_sendable(p) and not p.ds_persist and in_world
 
     def _allocate(self) -> None:
         """Allocate the rows, to be filled by the first gathers."""
-        topology = self._plugin.run.topology
+        topology = self._run.topology
         arena = self._new_arena(on_host=self._stays_on_host)
         for param in self.served:
             param.row_state = STALE
@@ -178,7 +181,7 @@ class NodeShard:
             block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             return offload.pin(block) if on_host and pin else block
 
-        return RowArena(self._plugin.run.topology.nodes * shard_bytes, zeros)
+        return RowArena(self._run.topology.nodes * shard_bytes, zeros)
 
     def leave_device(self, *, pin: bool) -> None:
         """Move all rows to the host: see ``offload.follow_states``.
@@ -222,14 +225,14 @@ class NodeShard:
         if params is None:
             self._writes.forget()
         else:
-            written = map(self._plugin.run.param_of, params)
+            written = map(self._run.param_of, params)
         for param in written:
             if param is not None and param.row_state is not ABSENT:
                 param.row_state = STALE
         self._compares_next_gather = True  # before the rows are filled, so that none is reported
 
     def comparable_weights(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
-        """See ``Plugin.weight_cache``. Ranks of equal place in their nodes hold equal rows."""
+        """See ``copies.WeightCache``. Ranks of equal place in their nodes hold equal rows."""
         self.finish()
         # Stale rows are about to be filled. They are the same ones on all ranks.
         rows = (
@@ -237,7 +240,7 @@ class NodeShard:
             for param in self.served
             if param.row_state is not STALE
         )
-        yield self._rank % self._plugin.run.topology.node_size, rows
+        yield self._rank % self._run.topology.node_size, rows
 
     def close(self) -> None:
         """Free the rows when the engine is destroyed."""
@@ -274,7 +277,7 @@ class NodeShard:
 
         Other modules may run on some of the ranks only.
         """
-        params = map(self._plugin.run.param_of, sharded_params.parameters_of(module))
+        params = map(self._run.param_of, sharded_params.parameters_of(module))
         return any(p is not None and p.row_state is not ABSENT for p in params)
 
     def _mark_written(self) -> None:
@@ -325,7 +328,7 @@ class NodeShard:
             self._mark_written()
         request = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
-        quantized = not self._plugin.run.is_full_precision(self._plugin.step)
+        quantized = not self._run.is_full_precision(self._run.step)
         is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
         must_wait = bool(self._requested) or self._exchange.awaits(params)
         self._requested.append(request)
@@ -351,7 +354,7 @@ class NodeShard:
             self._fill_stale([param for param in params if param.row_state is STALE])
             bound_codecs: list[BoundCodec] = []
             if self._intra is not None:  # else nothing is sent
-                bound_codecs = self._bound_codecs(params, _INTRA_NODE, self._plugin.step)
+                bound_codecs = self._bound_codecs(params, _INTRA_NODE, self._run.step)
             first.posted = gather([param.node_rows for param in params], bound_codecs, self._intra)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
@@ -374,7 +377,7 @@ class NodeShard:
     def after_step(self) -> None:
         """Begin to exchange the weights that the optimizer has changed."""
         self.finish()  # a forward may have skipped some parameters
-        step = self._plugin.step + 1  # DeepSpeed counts the step only after it
+        step = self._run.step + 1  # DeepSpeed counts the step only after it
         order = self._gathered | dict.fromkeys(self.served)
         self._gathered = {}
         for param in self._written_since_step:
@@ -392,9 +395,9 @@ class NodeShard:
         the others when they are posted.
         """
         lossless_dtypes: set[torch.dtype] = set()
-        if self._plugin.run.scheme.lossless and not self._plugin.run.is_full_precision(step):
+        if self._run.scheme.lossless and not self._run.is_full_precision(step):
             dtypes = {param.node_rows.rows.dtype for param in params}
-            lossless_dtypes = set(filter(self._plugin.run.routes.sends_lossless, dtypes))
+            lossless_dtypes = set(filter(self._run.routes.sends_lossless, dtypes))
         quantized: list[Param] = []
         lossless_by_dtype: dict[torch.dtype, list[Param]] = {}
         for param in params:
@@ -403,46 +406,46 @@ class NodeShard:
                 lossless_by_dtype.setdefault(dtype, []).append(param)
             else:
                 quantized.append(param)
-        lossless_runs: list[list[Param]] = []
+        lossless_parts: list[list[Param]] = []
         for same_dtype in lossless_by_dtype.values():
-            lossless_runs += self._runs(same_dtype)
-        if lossless_runs:
-            yield from zip(lossless_runs, self._lossless_differences(lossless_runs), strict=True)
-        for run in self._runs(quantized):
-            bound_codecs = self._bound_codecs(run, _INTER_NODE, step)
-            yield run, partial(self._post_exchange, run, bound_codecs)
+            lossless_parts += self._parts(same_dtype)
+        if lossless_parts:
+            yield from zip(lossless_parts, self._lossless_differences(lossless_parts), strict=True)
+        for part in self._parts(quantized):
+            bound_codecs = self._bound_codecs(part, _INTER_NODE, step)
+            yield part, partial(self._post_exchange, part, bound_codecs)
 
-    def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
-        """Split parameters into consecutive runs of bounded size, of at least one each."""
+    def _parts(self, params: Sequence[Param]) -> Iterator[list[Param]]:
+        """Split parameters into consecutive parts of bounded size, of at least one each."""
         widths = [param.node_rows.rows.shape[1] for param in params]
         most_numel = min(max(ceil_div(sum(widths), CHUNKS), LEAST_NUMEL), MOST_NUMEL)
-        run: list[Param] = []
+        part: list[Param] = []
         numel = 0
         for param, width in zip(params, widths, strict=True):
-            if run and numel + width > most_numel:
-                yield run
-                run = []
+            if part and numel + width > most_numel:
+                yield part
+                part = []
                 numel = 0
-            run.append(param)
+            part.append(param)
             numel += width
-        if run:
-            yield run
+        if part:
+            yield part
 
-    def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[Post]:
+    def _lossless_differences(self, parts: Sequence[Sequence[Param]]) -> Iterator[Post]:
         messages = [
             NodeRows(
-                [param.node_rows for param in run],
-                partial(self._shards, run),
+                [param.node_rows for param in part],
+                partial(self._shards, part),
                 self._inter.rank,
             )
-            for run in runs
+            for part in parts
         ]
         return posts(
             messages,
             self._inter,
             self._inter,
             device=accelerator.device(),
-            traffic=self._plugin.run.traffic,
+            traffic=self._run.traffic,
         )
 
     def _post_exchange(
@@ -475,7 +478,7 @@ class NodeShard:
 
     def _bound_codecs(self, params: Sequence[Param], hop: int, step: int) -> list[BoundCodec]:
         """Bind the codecs of one hop to a step."""
-        if self._plugin.run.is_full_precision(step):
+        if self._run.is_full_precision(step):
             return [full_precision(param.node_rows.rows.dtype) for param in params]
         return [
             param.bound_codec(hop_codecs[hop], param.node_rows.rows.dtype, step)

@@ -20,9 +20,10 @@ from ds_quant.runtime.param import Param
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer
 from ds_quant.zero.equal_buckets import require_equal
+from ds_quant.zero.front import EngineFront
 from ds_quant.zero.gradients import GradientReducer, GradientSlice, note_finite
 from ds_quant.zero.optimizer_hooks import owners_of
-from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.partial_gradients import PartialGradients
 
 _COPY = RngState([full_precision(torch.float32)], [None])
 
@@ -46,8 +47,13 @@ class OwnerReduction(GradientReducer):
     their borders are found in the bucket, so that no group of a codec straddles two parameters.
     """
 
-    def __init__(self, plugin: Plugin, optimizer: OwnerOptimizer) -> None:
-        super().__init__(plugin)
+    def __init__(
+        self,
+        front: EngineFront,
+        partial_gradients: PartialGradients | None,
+        optimizer: OwnerOptimizer,
+    ) -> None:
+        super().__init__(front, partial_gradients)
         self._optimizer = optimizer
         # The bucket that is being reduced: see ``bucket``.
         self._bucket: Tensor | None = None
@@ -83,9 +89,9 @@ class OwnerReduction(GradientReducer):
         bucket = self._bucket
         if bucket is None:
             raise hooks.moved(optimizer_hooks.BUCKET)
-        self._plugin.requested_roles.add("gradients")
+        self._front.requested_roles.add("gradients")
         group = arguments["process_group"] or self._optimizer.dp_process_group
-        communicator = self._plugin.run.communicator(group)
+        communicator = self._run.communicator(group)
         shared, single_owner = optimizer_hooks.by_owner_count(
             arguments, is_single_rank=communicator.size == 1
         )
@@ -115,7 +121,7 @@ class OwnerReduction(GradientReducer):
             for values, ranks in zip(slices, owners_of(arguments), strict=True)
             if communicator.rank in ranks
         ]
-        finite_flags = self._plugin.run.finite_flags
+        finite_flags = self._run.finite_flags
         if finite_flags is not None:
             for begin, end in _ranges_in(bucket, own_slices):
                 for part in self._param_ranges(begin, end):
@@ -125,7 +131,7 @@ class OwnerReduction(GradientReducer):
         self, bucket: Tensor, arguments: dict[str, Any], communicator: Communicator
     ) -> None:
         """Sum every slice for the one rank that owns it."""
-        plugin = self._plugin
+        run = self._run
         owners = [owner for (owner,) in owners_of(arguments)]
         slices = arguments["small_bucket"]
         dtype = arguments["communication_data_type"]
@@ -135,7 +141,7 @@ class OwnerReduction(GradientReducer):
             tuple(owners),
             tuple(map(id, self._params)),
             dtype,
-            plugin.run.is_full_precision(plugin.step),
+            run.is_full_precision(self._front.step),
             communicator,
             self._divisor,
         )
@@ -146,8 +152,8 @@ class OwnerReduction(GradientReducer):
                 key, gradient_slices, communicator, scale=1 / self._divisor, balanced=True
             )
         if communicator.is_gloo:
-            require_equal(plugin, communicator, layout)
-        hops = plugin.run.level(communicator.process_group).hops
+            require_equal(self._front, communicator, layout)
+        hops = run.level(communicator.process_group).hops
         sums = self._begin(layout, [bucket], hops).wait()
         own_slices = [index for index, owner in enumerate(owners) if owner == communicator.rank]
         if sums is None:  # kept as partial sums
@@ -157,10 +163,10 @@ class OwnerReduction(GradientReducer):
         layout.copy_to_bucket.run(
             [sums.view(torch.uint8), bucket], _COPY, backend=communicator.backend
         )
-        if plugin.run.finite_flags is not None:
+        if run.finite_flags is not None:
             for (param, _), segment, _ in layout.own_sums:
                 values = bucket[segment.start : segment.start + segment.numel]
-                note_finite(plugin.run.finite_flags, param, values)
+                note_finite(run.finite_flags, param, values)
         outputs = arguments.get("output_bucket")
         if outputs:
             for index in own_slices:
@@ -176,7 +182,7 @@ class OwnerReduction(GradientReducer):
 
         Small slices of an owner follow each other, at the place of the first one.
         """
-        hops = self._plugin.run.level(communicator.process_group).hops
+        hops = self._run.level(communicator.process_group).hops
         slices = []
         for owner, (begin, end) in owned_ranges:
             for first, param, start, stop in self._param_ranges(begin, end):
@@ -203,7 +209,7 @@ class OwnerReduction(GradientReducer):
             param_start = self._starts[index]
             stop = min(end, self._starts[index + 1])
             if position < stop:  # else a parameter without elements
-                param = self._plugin.run.param_of(self._params[index])
+                param = self._run.param_of(self._params[index])
                 assert param is not None  # attach refuses parameters of other modules
                 yield _ParamRange(position - param_start, param, position, stop)
             position = stop

@@ -39,9 +39,9 @@ from ds_quant.runtime.param import HopCodec, Param
 from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero import optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
+from ds_quant.zero.front import EngineFront
 from ds_quant.zero.lossless import Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.written_replica import WrittenReplica
 
 # Parameters of a window of the partitions with their codecs, and the gather of the window. Its
@@ -57,20 +57,21 @@ class Replica:
     holds_exact: True if exact weights were gathered last. User code may have changed them since.
     """
 
-    def __init__(self, plugin: Plugin, optimizer: OwnerOptimizer) -> None:
-        self._plugin = plugin
+    def __init__(self, front: EngineFront, optimizer: OwnerOptimizer) -> None:
+        self.front = front
+        self._run = front.run
         self._optimizer = optimizer
         self.holds_exact = True
-        self._always_exact = plugin.run.scheme.weights is None
+        self._always_exact = self._run.scheme.weights is None
         # The replica is the reference of differences, which are taken from the master weights.
-        self._has_reference = plugin.run.scheme.block.weights.difference_key is not None
+        self._has_reference = self._run.scheme.block.weights.difference_key is not None
         self._plans: PlanCache[Hashable, _GatherPlan] = PlanCache()
         # Offsets of the parameters. Kept, because user code may give a parameter other storage.
         self._offsets: dict[int, int] = {}
         for group in optimizer_hooks.replica_groups(optimizer):
             for p in group.params:
                 self._offsets[id(p)] = _offset(group.flat, p)
-        self._writes = WrittenReplica(plugin, optimizer, self._offsets)
+        self._writes = WrittenReplica(self._run, optimizer, self._offsets)
         self._has_logged_writes = False
         self._take_fingerprints()
 
@@ -78,12 +79,12 @@ class Replica:
 
     def gather_updated(self) -> None:
         """Gather the updated weights. Called inside ``optimizer.step``."""
-        self._plugin.requested_roles.add("weights")
-        step = self._plugin.step + 1  # DeepSpeed counts the step only after it
-        if self._plugin.run.scheme.level_steps:
-            self._plugin.run.learn_levels(step, self._own_values())
+        self.front.requested_roles.add("weights")
+        step = self.front.step + 1  # DeepSpeed counts the step only after it
+        if self._run.scheme.level_steps:
+            self._run.learn_levels(step, self._own_values())
         written: list[Param] = []
-        if self._has_reference and not self._plugin.run.is_full_precision(step):
+        if self._has_reference and not self._run.is_full_precision(step):
             written = [self._param_of(p) for p in self._writes.written()]
         self._gather(step, written=frozenset(written))
         if written:
@@ -123,17 +124,17 @@ class Replica:
 
     def _gather_decoded(self) -> None:
         """Repeat the gather of the last step, which gives the same bits."""
-        run = self._plugin.run
-        stays_exact = self._always_exact or run.scheme.difference or run.is_full_precision(run.step)
-        if run.step > 0 and not stays_exact:
+        run, step = self._run, self.front.step
+        stays_exact = self._always_exact or run.scheme.difference or run.is_full_precision(step)
+        if step > 0 and not stays_exact:
             self._refill(exact=False)
 
     def _refill(self, *, exact: bool) -> None:
         """Gather the master weights, except of parameters that user code has written here."""
         optimizer_hooks.require_replica(self._optimizer)
         written = [(p, p.detach().clone()) for p in self._writes.written_here()]
-        optimizer_hooks.finish_background_save(self._plugin.engine)
-        gather = partial(self._gather, self._plugin.step, exact=exact)
+        optimizer_hooks.finish_background_save(self.front.engine)
+        gather = partial(self._gather, self.front.step, exact=exact)
         optimizer_hooks.refresh_replica(self._optimizer, gather)
         for p, values in written:
             p.data.copy_(values)
@@ -157,21 +158,21 @@ class Replica:
         )
 
     def _param_of(self, parameter: Tensor) -> Param:
-        param = self._plugin.run.param_of(parameter)
+        param = self._run.param_of(parameter)
         assert param is not None  # attach refuses optimizers with parameters of other modules
         return param
 
     # ---- all holders ----
 
     def comparable_weights(self) -> Iterator[tuple[int, list[ZeroParameter]]]:
-        """See ``Plugin.weight_cache``. The ranks of a process group hold equal replicas."""
+        """See ``copies.WeightCache``. The ranks of a process group hold equal replicas."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            yield self._plugin.run.communicator(group.process_group).ranks[0], list(group.params)
+            yield self._run.communicator(group.process_group).ranks[0], list(group.params)
 
     def _own_values(self) -> Iterator[tuple[Param | None, Tensor, Communicator]]:
         """Yield every parameter, this rank's elements of it, and the ranks that share it."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            communicator = self._plugin.run.communicator(group.process_group)
+            communicator = self._run.communicator(group.process_group)
             width = group.flat.numel() // communicator.size
             partition_start = communicator.rank * width
             partition_stop = partition_start + width
@@ -179,7 +180,7 @@ class Replica:
                 begin = self._offsets[id(p)]
                 start = max(begin, partition_start)
                 stop = max(start, min(begin + p.numel(), partition_stop))
-                yield self._plugin.run.param_of(p), group.flat[start:stop], communicator
+                yield self._run.param_of(p), group.flat[start:stop], communicator
 
     # ---- gathers ----
 
@@ -193,7 +194,7 @@ class Replica:
 
         written: parameters whose replica is no reference.
         """
-        self.holds_exact = exact or self._always_exact or self._plugin.run.is_full_precision(step)
+        self.holds_exact = exact or self._always_exact or self._run.is_full_precision(step)
         posted: deque[Pending[Any]] = deque()
         for post in self._posts(step, exact, written):
             posted.append(post())
@@ -205,12 +206,12 @@ class Replica:
 
     def _posts(self, step: int, exact: bool, written: frozenset[Param]) -> Iterator[Post]:
         """Yield per window a function that posts its gather."""
-        routes = self._plugin.run.routes
+        routes = self._run.routes
         lossless_windows: list[Window] = []
-        is_full_precision = exact or self._plugin.run.is_full_precision(step)
-        sends_differences = self._plugin.run.scheme.lossless and not is_full_precision
+        is_full_precision = exact or self._run.is_full_precision(step)
+        sends_differences = self._run.scheme.lossless and not is_full_precision
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            hierarchy = self._plugin.run.level(group.process_group).hierarchy
+            hierarchy = self._run.level(group.process_group).hierarchy
             if hierarchy.size == 1:
                 continue
             most_numel = self._optimizer.allgather_bucket_size // hierarchy.size
@@ -224,7 +225,7 @@ class Replica:
             for within in _windows(group, hierarchy.size, most_numel):
                 yield partial(self._post, group, hierarchy, within, step, exact, written)
         if lossless_windows:
-            yield from replica_posts(lossless_windows, self._plugin.run.traffic)
+            yield from replica_posts(lossless_windows, self._run.traffic)
 
     def _post(
         self,
@@ -238,7 +239,7 @@ class Replica:
         """Post the gather of ``window`` of the partitions."""
         # Without a reference the new weights are in the replica already.
         from_master = self._has_reference and not exact
-        exact = exact or self._plugin.run.is_full_precision(step)
+        exact = exact or self._run.is_full_precision(step)
         weights, message = self._plan(group, hierarchy, window, exact, from_master, written)
         flat = group.flat.view(-1)
         bound_codecs = [

@@ -47,19 +47,19 @@ class ShardReduction(GradientReducer):
         Returns:
             None if DeepSpeed must reduce the bucket itself.
         """
-        plugin = self._plugin
-        plugin.requested_roles.add("gradients")
-        communicator = plugin.run.communicator(group)
+        run = self._run
+        self._front.requested_roles.add("gradients")
+        communicator = run.communicator(group)
         if communicator.size == 1 or not tensors:
             return None
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        full_precision = plugin.run.is_full_precision(plugin.step)
+        full_precision = run.is_full_precision(self._front.step)
         key = tuple(map(id, params)), dtypes, communicator, full_precision
         layout = self._layouts.get(key)
         if layout is None:
             known_params = []
             for parameter in params:
-                param = plugin.run.param_of(parameter)
+                param = run.param_of(parameter)
                 if param is None:
                     return None
                 known_params.append(param)
@@ -74,17 +74,17 @@ class ShardReduction(GradientReducer):
                 sums_dtype=dtypes[0] if has_one_dtype else torch.float32,
             )
         flat_tensors = [tensor.reshape(-1) for tensor in tensors]
-        first = plugin.run.param_of(params[0])
+        first = run.param_of(params[0])
         with profiler_range("reduce", "" if first is None else first.name):
-            sums = self._begin(layout, flat_tensors, plugin.run.level(group).hops)
+            sums = self._begin(layout, flat_tensors, run.level(group).hops)
         shards = [tensor.new_empty(0) for tensor in tensors]
-        return ShardBucket(shards, sums, plugin.run.finite_flags)
+        return ShardBucket(shards, sums, run.finite_flags)
 
     def _slices(
         self, params: Sequence[Param], dtypes: Sequence[torch.dtype], communicator: Communicator
     ) -> list[GradientSlice]:
         """Return the shards of all gradients: large ones first, then small ones by dtype."""
-        hops = self._plugin.run.level(communicator.process_group).hops
+        hops = self._run.level(communicator.process_group).hops
         numels = [param.shape.numel() for param in params]
         gradient_codecs = [
             self._gradient_codecs(param, dtype, numel, len(hops), communicator.rank)

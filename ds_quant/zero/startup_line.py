@@ -6,65 +6,65 @@ from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.policy.cost import CommVolume, stock_bytes
 from ds_quant.runtime.start_line import LineParts, start_line, weights_stay
 from ds_quant.zero import hooks, offload
-from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.front import EngineFront
 
 
-def line_of(plugin: Plugin) -> str:
+def line_of(front: EngineFront) -> str:
     """Return the start-up line of an engine."""
-    volume = plugin.run.comm_volume()
-    return start_line(plugin.run, volume, _parts(plugin, volume))
+    volume = front.run.comm_volume()
+    return start_line(front.run, volume, _parts(front, volume))
 
 
-def _parts(plugin: Plugin, volume: CommVolume) -> LineParts:
-    crosses_once = volume.crosses_once and hooks.accumulates(plugin.engine)
-    micro_steps, period = _period(plugin, volume, crosses_once)
-    dtype = plugin.engine.communication_data_type
+def _parts(front: EngineFront, volume: CommVolume) -> LineParts:
+    crosses_once = volume.crosses_once and hooks.accumulates(front.engine)
+    micro_steps, period = _period(front, volume, crosses_once)
+    dtype = front.engine.communication_data_type
     of_stock = stock_bytes(
-        plugin.stage,
+        front.stage,
         dtype,
         micro_steps=micro_steps,
         gathers=volume.gathers,
         trained=volume.trained,
     )
     fetches = ""
-    if plugin.stage == 3:
+    if front.stage == 3:
         times = "once" if volume.gathers == 1 else f"{volume.gathers:.3g} times"
         fetches = f"weights fetched {times} per micro-batch"
     gradients = ""
     if crosses_once:
         gradients = "gradients are sent between nodes once per optimizer step"
     return LineParts(
-        layout=f"ZeRO-{plugin.stage}",
+        layout=f"ZeRO-{front.stage}",
         stock=f"{CAST_NAMES.get(dtype, 'fp32')} {of_stock + volume.boundary:.2f}",
         micro_steps=micro_steps,
         period=period,
         kept_bytes=volume.memory * volume.numel,
-        kept_where=" in host memory" if offload.offloads_parameters(plugin.engine) else "",
+        kept_where=" in host memory" if offload.offloads_parameters(front.engine) else "",
         fetches=fetches,
         gradients=gradients,
-        reasons=_why_weights_stay(plugin, volume),
+        reasons=_why_weights_stay(front, volume),
     )
 
 
-def _period(plugin: Plugin, volume: CommVolume, crosses_once: bool) -> tuple[int, str]:
+def _period(front: EngineFront, volume: CommVolume, crosses_once: bool) -> tuple[int, str]:
     """Return the micro-steps that the line counts bytes of, and the name of this period.
 
     One micro-step under ZeRO-3, unless some bytes are sent once per optimizer step.
     """
-    micro_steps = plugin.engine.gradient_accumulation_steps()
+    micro_steps = front.engine.gradient_accumulation_steps()
     once_per_step = (
         volume.routes.keeps_shard or volume.boundary > 0 or (crosses_once and micro_steps > 1)
     )
-    if plugin.stage == 3 and not once_per_step:
+    if front.stage == 3 and not once_per_step:
         return 1, "micro-step"
     return micro_steps, "step"
 
 
-def _why_weights_stay(plugin: Plugin, volume: CommVolume) -> list[str]:
+def _why_weights_stay(front: EngineFront, volume: CommVolume) -> list[str]:
     """Explain why weights are sent in full precision, and name the setting that helps."""
     if not weights_stay(volume):
         return []
-    scheme = plugin.run.scheme
+    scheme = front.run.scheme
     way_out = 'set weights.intra, such as {"bits": 8}, or use scheme "qsdp"'
     if scheme.lossless:
         way_out = "use zero_optimization.stage 2, where they are compressed on one node too"

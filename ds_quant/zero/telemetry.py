@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.runtime import telemetry
+from ds_quant.runtime.run import Run
 from ds_quant.zero import hooks
 from ds_quant.zero.deepspeed_types import Engine
-from ds_quant.zero.plugin import Plugin
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 
@@ -14,19 +14,19 @@ PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 class Telemetry(telemetry.Telemetry):
     """The samples of one engine. Steps are those that DeepSpeed counts."""
 
-    def __init__(self, plugin: Plugin, settings: MetricsConfig) -> None:
-        super().__init__(settings, plugin.run)
-        self._plugin = plugin
+    def __init__(self, engine: Engine, run: Run, settings: MetricsConfig) -> None:
+        super().__init__(settings, run)
+        self._engine = engine
 
     @property
     def heading(self) -> dict[str, int]:
         """DeepSpeed's optimizer steps and samples."""
-        engine = self._plugin.engine
+        engine = self._engine
         return {"step": engine.global_steps, "samples": engine.global_samples}
 
     def write(self, values: dict[str, float]) -> None:
         """Write a record to DeepSpeed's monitors, and to the file."""
-        engine = self._plugin.engine
+        engine = self._engine
         if engine.monitor.enabled:
             samples = engine.global_samples
             events = [(f"{PREFIX}/{name}", value, samples) for name, value in values.items()]

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.wire import ceil_div
+from ds_quant.runtime.run import Run
 from ds_quant.runtime.written_weights import Fingerprints
 from ds_quant.zero import accelerator, optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.plugin import Plugin
 
 _INT64 = torch.iinfo(torch.int64)
 
@@ -60,9 +60,9 @@ class _Slices:
 class WrittenReplica:
     """Fingerprints of the replica of one engine: see [Note: written replica]."""
 
-    def __init__(self, plugin: Plugin, optimizer: OwnerOptimizer, offsets: dict[int, int]) -> None:
+    def __init__(self, run: Run, optimizer: OwnerOptimizer, offsets: dict[int, int]) -> None:
         """offsets: first element of each parameter in its flat replica, by id."""
-        self._plugin = plugin
+        self._run = run
         self._optimizer = optimizer
         self._slices = [
             _cut(group, self._communicator(group), offsets)
@@ -129,7 +129,7 @@ class WrittenReplica:
         return zip(groups, self._slices, strict=True)
 
     def _communicator(self, group: ReplicaGroup) -> Communicator:
-        return self._plugin.run.communicator(group.process_group)
+        return self._run.communicator(group.process_group)
 
 
 def _cut(group: ReplicaGroup, communicator: Communicator, offsets: dict[int, int]) -> _Slices:

@@ -82,6 +82,6 @@ def test_translated_configs_train(names: list[str]) -> None:
     for name in names:
         engine = build(config_of(name))
         losses = train_steps(engine, 6)
-        assert engine.ds_quant_plugin.run.scheme.name == MIGRATED[name]["block"]["scheme"]
+        assert engine.ds_quant_attached.run.scheme.name == MIGRATED[name]["block"]["scheme"]
         assert losses[-1] < 0.9 * losses[0], name
         engine.destroy()

@@ -16,7 +16,7 @@ from ds_quant.zero import deepspeed_types as declared
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import engine_of, forward
 
-OURS = {"quantized_comm", "quantized_comm_from_variable", "ds_quant_plugin"}
+OURS = {"quantized_comm", "quantized_comm_from_variable", "ds_quant_attached"}
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
 

@@ -527,7 +527,7 @@ def read(engine: Any, step: int, micro: int) -> list[float]:
     found = [safe_get_full_grad(p).double() for p in engine.module.parameters()]
     if micro == 2:
         return [float(gradient.square().sum()) for gradient in found]
-    waits = engine.ds_quant_plugin.run.scheme.block.gradients.cross == "step"
+    waits = engine.ds_quant_attached.run.scheme.block.gradients.cross == "step"
     assert any(gradient.any() for gradient in found) != waits
     return []
 

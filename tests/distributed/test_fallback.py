@@ -325,7 +325,7 @@ def test_a_rank_that_cannot_look_for_the_file_keeps_its_vote_and_warns_once(stag
             (file.touch if step == 1 else file.unlink)()
         torch.distributed.barrier()
         train_step(engine, step)
-        killed.append(engine.ds_quant_plugin.run.state.killed)
+        killed.append(engine.ds_quant_attached.run.state.killed)
     assert killed == [False, True, True, True, True, False, False]
     assert len(said) == rank
     for line in said:

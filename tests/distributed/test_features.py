@@ -164,4 +164,4 @@ def test_excluded_parameters_travel_exactly_and_others_do_not(stage: int) -> Non
     with watch(engine) as seen:
         evaluate(engine)
     assert {s.name for s in seen if s.bits != wanted[s.name]} == {"first.weight", "last.weight"}
-    assert "1 excluded" in line_of(engine.ds_quant_plugin)
+    assert "1 excluded" in line_of(engine.ds_quant_attached.front)

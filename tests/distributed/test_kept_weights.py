@@ -67,14 +67,14 @@ def test_a_parameter_frozen_during_training_goes_on_following_its_master(scheme:
 
 def drift(engine: Any) -> None:
     """Rank 1 damages one of the weights that it keeps; a replica after it was compared."""
-    plugin = engine.ds_quant_plugin
+    attached = engine.ds_quant_attached
     if torch.distributed.get_rank() != 1:
         return
     if engine.zero_optimization_stage() == 3:
-        plugin.node_shard.finish()
-        plugin.node_shard.served[0].node_rows.rows[0, 0] += 1
+        attached.node_shard.finish()
+        attached.node_shard.served[0].node_rows.rows[0, 0] += 1
         return
-    writes = plugin.replica._writes
+    writes = attached.replica._writes
     compare = writes.written
 
     def damage() -> Any:
@@ -294,10 +294,10 @@ def _posted(stage: int, streams: bool) -> tuple[dict[str, str], list[tuple[str, 
     and collective.
     """
     from ds_quant.comm.transport import Communicator
-    from ds_quant.zero import plugin
+    from ds_quant.zero import front
 
-    plugin.accelerator = SimpleNamespace(
-        **vars(plugin.accelerator) | {"has_streams": lambda: streams}
+    front.accelerator = SimpleNamespace(
+        **vars(front.accelerator) | {"has_streams": lambda: streams}
     )
     seen, groups = [], []
 

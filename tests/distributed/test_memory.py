@@ -410,7 +410,7 @@ def on_the_device(scheme: str, offloads: bool) -> dict[str, Any]:
         engine = engine_of(3, block, lambda: Stack(256, 12), zero=OFFLOADED)
         for _ in range(2):
             step(engine)
-        engine.ds_quant_plugin.node_shard.finish()
+        engine.ds_quant_attached.node_shard.finish()
         report = ds_quant.report(engine)
         return {
             "bytes": device_bytes(), "copies": host_memory.COPIED.most,
@@ -438,7 +438,7 @@ def test_a_gather_copies_when_it_is_asked_for_ahead_of_its_use(world: int) -> No
         block = {"scheme": "sdp4bit", "node_size": world // 2, "allow_full_replica": True}
         engine = engine_of(3, block, lambda: Stack(256, 2), zero=OFFLOADED)
         step(engine)
-        node = engine.ds_quant_plugin.node_shard
+        node = engine.ds_quant_attached.node_shard
         node.finish()
         before = host_memory.COPIED.count
         gathered, _ = node.gather(node.served[:2])

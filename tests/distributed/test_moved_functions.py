@@ -115,7 +115,7 @@ def test_a_first_step_without_gradients_is_not_judged_but_the_next_one_is(is_mov
     forward(engine, 0)
     engine.backward(torch.zeros((), requires_grad=True) * 1)
     engine.step()
-    assert "gradients" not in engine.ds_quant_plugin.requested_roles
+    assert "gradients" not in engine.ds_quant_attached.front.requested_roles
     if is_moved:
         with pytest.raises(Exception, match="did not call"):
             train_step(engine, 1)

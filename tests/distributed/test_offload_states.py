@@ -29,13 +29,13 @@ INCLUDE = {1: None, 2: None, 3: ["lp_params", "lp_grads", "contiguous_grad_buffe
 
 def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
     """What must leave the device: of the plugin, and the replica of ZeRO-1 and 2."""
-    plugin = engine.ds_quant_plugin
+    attached = engine.ds_quant_attached
     return {
-        "rows": [param.node_rows.rows for param in plugin.node_shard.served]
-        if plugin.node_shard
+        "rows": [param.node_rows.rows for param in attached.node_shard.served]
+        if attached.node_shard
         else [],
-        "sums": list(plugin.partial_gradients._all_sums()) if plugin.partial_gradients else [],
-        "replica": list(engine.optimizer.bit16_groups_flat) if plugin.replica else [],
+        "sums": list(attached.partial_gradients._all_sums()) if attached.partial_gradients else [],
+        "replica": list(engine.optimizer.bit16_groups_flat) if attached.replica else [],
     }
 
 

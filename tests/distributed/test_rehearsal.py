@@ -71,10 +71,10 @@ class Recorder:
         return [*kernels, launched], left
 
 
-def check(front: Any, train: Callable[[], object]) -> None:
+def check(attached: Any, train: Callable[[], object]) -> None:
     """Compare the kernels of a training with those of the warm-up."""
     recorder = Recorder()
-    warm_up_kernels(front.run, front.message_kinds(), torch.device("cpu"))
+    warm_up_kernels(attached.run, attached.message_kinds(), torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
     train()
     new = sorted(recorder.variants - rehearsed)
@@ -93,7 +93,7 @@ def test_training_launches_nothing_new(place: int, stage: int) -> None:
     # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
     zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
     engine = engine_of(stage, block, accumulation=2, zero=zero)
-    check(engine.ds_quant_plugin, lambda: train_steps(engine, 3))
+    check(engine.ds_quant_attached, lambda: train_steps(engine, 3))
 
 
 @on_ranks(4)
@@ -102,7 +102,7 @@ def test_training_of_experts_launches_nothing_new() -> None:
     block = {"scheme": "qsdp", "node_size": 2}
     how = {"optimizer": plain_descent, "groups": separate_experts}
     engine = engine_of(2, block, lambda: Mixture(2), **how)
-    check(engine.ds_quant_plugin, lambda: train_steps(engine, 3))
+    check(engine.ds_quant_attached, lambda: train_steps(engine, 3))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
     wait = fetch._FetchHandle.wait
 
     def note() -> None:
-        params = engine.ds_quant_plugin.node_shard._exchange._missing
+        params = engine.ds_quant_attached.node_shard._exchange._missing
         seen.append([param.name for param in sorted(params, key=lambda param: param.index)])
 
     def noted(self: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: boo
     with fake_world.without_handshake(), fake_world.faked_cuda(), small:
         engine = build(config(2, PREFETCH, accumulation=2))
         train_steps(engine, 2)
-        link = engine.ds_quant_plugin.node_shard._intra
+        link = engine.ds_quant_attached.node_shard._intra
         gather = link.all_gather
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def test_the_links_of_an_engine_that_ended_serve_the_next(explicitly: bool) -> N
         with small_chunks():
             engine = build(config(1))
             losses.append(train_steps(engine, 3))
-            assert engine.ds_quant_plugin.node_shard._exchange._missing
+            assert engine.ds_quant_attached.node_shard._exchange._missing
             if explicitly:
                 engine.destroy()
             del engine

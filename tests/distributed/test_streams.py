@@ -353,21 +353,21 @@ def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, 
     attach.accelerator = SimpleNamespace(**vars(attach.accelerator) | {"device": lambda: device})
     engine = engine_of(2, QSDP)
     rehearsed = kind == "cuda" and world > 1
-    assert seen == ([engine.ds_quant_plugin.run] if rehearsed else [])
+    assert seen == ([engine.ds_quant_attached.run] if rehearsed else [])
 
 
 @on_ranks(1)
 def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> None:
     from ds_quant.runtime import run as module
-    from ds_quant.zero.plugin import Plugin
+    from ds_quant.zero.front import EngineFront
 
     scheme = QuantizedCommConfig(scheme="sdp4bit").to_scheme()
     alone = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 2)
     for kind, backend in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
         accelerator.device = lambda kind=kind: torch.device(kind)
         module.carries = lambda *_, backend=backend: backend
-        plugin = Plugin(alone, scheme, Topology(world=1, node_size=1))
-        assert plugin.run.slicing.pace == presumed_pace(torch.device(kind), backend)
+        front = EngineFront(alone, scheme, Topology(world=1, node_size=1))
+        assert front.run.slicing.pace == presumed_pace(torch.device(kind), backend)
 
 
 @on_ranks(4)
@@ -388,12 +388,12 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
         sent.append((self.size, payload.numel()))
         return posted(self, payload, *args)
 
-    plugin = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_plugin
+    attached = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_attached
     warmup.warm_up_kernels, Communicator._posted = compiling, noted
-    before = dict(plugin.run.traffic.collectives)
+    before = dict(attached.run.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
-        warmup.warm_up(plugin.run, plugin.message_kinds())
-    assert plugin.run.traffic.collectives == before
+        warmup.warm_up(attached.run, attached.message_kinds())
+    assert attached.run.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
     assert sent
 
@@ -408,7 +408,7 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
 
     from ds_quant.comm.transport import Communicator
     from ds_quant.runtime import warmup
-    from ds_quant.zero import plugin as module
+    from ds_quant.zero import front as module
 
     used: set[tuple[str, str]] = set()  # collectives with the names of their groups
 
@@ -428,8 +428,8 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
     module.accelerator = SimpleNamespace(**vars(module.accelerator) | streams)
     warmup.warm_up_kernels = lambda *_: None
     engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
-    plugin = engine.ds_quant_plugin
-    warmup.warm_up(plugin.run, plugin.message_kinds())
+    attached = engine.ds_quant_attached
+    warmup.warm_up(attached.run, attached.message_kinds())
     rehearsed = set(used)
     used.clear()
     for step in range(3):

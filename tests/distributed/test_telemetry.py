@@ -115,7 +115,7 @@ def test_nothing_is_sampled_before_it_is_asked_for_or_where_nobody_listens(
         assert reported(file) == []
     else:
         assert not file.exists()
-    assert engine.ds_quant_plugin.run.traffic.meter.is_open == (opens and engine.global_rank == 0)
+    assert engine.ds_quant_attached.run.traffic.meter.is_open == (opens and engine.global_rank == 0)
 
 
 @on_ranks()
@@ -191,7 +191,7 @@ def test_full_precision_saves_nothing() -> None:
     """
     engine = sampling(2, "full_precision", None, accumulation=2)
     train_step(engine, 0)
-    expected = engine.ds_quant_plugin.run.received_in_full_precision()
+    expected = engine.ds_quant_attached.run.received_in_full_precision()
     numel, counted = sum(p.numel() for p in Regression().parameters()), received(engine)
     for role, times in (("weights", 1), ("gradients", 2)):
         assert expected[role]["intra"] == counted[f"{role}/intra/bytes"] == 0

@@ -89,10 +89,10 @@ def _rank(topology: Topology, cases: list[Case], bucket_numel: int) -> dict[Case
         calls = {
             k: (n - before["collectives"][k]) / MEASURED for k, n in after["collectives"].items()
         }
-        plugin = engine.ds_quant_plugin
+        run = engine.ds_quant_attached.run
         results[stage, scheme, accumulation] = {
             "received": received, "calls": calls, "report": after,
-            "formula": plugin.run.received_by_formula(plugin.run.comm_volume()),
+            "formula": run.received_by_formula(run.comm_volume()),
         }  # fmt: skip
         engine.destroy()
     return results

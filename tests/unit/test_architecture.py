@@ -208,23 +208,63 @@ def test_modules_import_only_what_their_room_allows(room: str) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside functions hide a circle as well, but for those that start or check only.
-    Imports for types alone are never run.
+    Imports for types alone are never run: they count in the rooms that know what a run is.
     """
     hidden = {"__init__", "_autoload", "zero.install", "config.schema"}
-    edges = {
-        module_name(path): {
-            e.target
-            for e in edges_of(path, module_name(path))
-            if e.at_top or not (e.for_types or module_name(path) in hidden)
-        }
-        for paths in ROOMS.values()
-        for path in paths
-    }
-    left = dict(edges)
+    left: dict[str, set[str]] = {}
+    for room, paths in ROOMS.items():
+        for path in paths:
+            module = module_name(path)
+            left[module] = {
+                e.target
+                for e in edges_of(path, module)
+                if e.at_top
+                or (e.for_types and room in ("runtime", *FRONTS))
+                or not (e.for_types or module in hidden)
+            }
     while leaves := [m for m, targets in left.items() if not targets & set(left) - {m}]:
         for module in leaves:
             del left[module]
     assert not left, "a circle among these"
+
+
+HUBS = {
+    "zero/front.py": "EngineFront",
+    "zero/engine.py": "AttachedEngine",
+    "fsdp2/context.py": "Context",
+    "fsdp2/model.py": "AttachedModel",
+}  # classes that many modules of a room are given
+MAX_HUB_ATTRIBUTES = 12
+
+
+def hub_attributes(place: str) -> set[str]:
+    """Return the attributes of a hub: its fields, and what its methods set on ``self``."""
+    tree = ast.parse((PACKAGE / place).read_text("utf-8"))
+    (hub,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == HUBS[place])
+    fields = {ast.unparse(node.target) for node in hub.body if isinstance(node, ast.AnnAssign)}
+    for node in ast.walk(hub):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) == "self":
+                fields.add(node.attr)
+    return fields
+
+
+@pytest.mark.parametrize("place", HUBS)
+def test_hubs_hold_few_attributes(place: str) -> None:
+    attributes = hub_attributes(place)
+    assert 0 < len(attributes) <= MAX_HUB_ATTRIBUTES, sorted(attributes)
+
+
+def test_no_module_assigns_attributes_of_a_hub_of_zero() -> None:
+    """Neither those that it has nor new ones. mypy would not see it in an untyped variable."""
+    wrong = []
+    for path in ROOMS["zero"]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                owner = ast.unparse(node.value).rpartition(".")[2]
+                if owner in ("front", "_front", "attached", "_attached"):
+                    wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert wrong == []
 
 
 def declared_names() -> dict[str, set[str]]:

@@ -16,6 +16,7 @@ from ds_quant.runtime import log
 from ds_quant.runtime.param import DECODED, EXACT
 from ds_quant.zero import checkpoint, fetch, optimizer_hooks, sharded_params
 from ds_quant.zero.chunked_exchange import ChunkedExchange
+from ds_quant.zero.engine import AttachedEngine
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.replica import Replica
 from tests.world import SimulatedRank, World
@@ -47,15 +48,15 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     a, _ = first.run.params
     a.levels = torch.linspace(-1, 1, 16)
     first.run.state.learned_at, first.run.state.exact_until = 7, 12
-    for name in ("node_shard", "replica"):
-        setattr(second, name, Mock())
+    fake_fetch, fake_replica = Mock(), Mock()
     a, b = second.run.params
     a.levels, b.levels = torch.zeros(16), torch.ones(16)
-    checkpoint.restore(second, checkpoint.dump(first))
+    attached = AttachedEngine(front=second, hooks=Mock(), fetch=fake_fetch, replica=fake_replica)
+    checkpoint.restore(attached, checkpoint.dump(first.run))
     assert torch.equal(a.levels, torch.linspace(-1, 1, 16)) and b.levels is None
     assert (second.run.state.learned_at, second.run.state.exact_until) == (7, 12)
-    second.node_shard.resync.assert_called_once_with()
-    second.replica.after_load.assert_called_once_with()
+    fake_fetch.node_shard.resync.assert_called_once_with()
+    fake_replica.after_load.assert_called_once_with()
     assert logged == []
 
 
@@ -68,7 +69,8 @@ def test_a_renamed_scheme_is_not_another_one(
     saved: str, said: str | None, logged: list[str]
 ) -> None:
     rank = rank_of("lossless_w_g4")
-    checkpoint.restore(rank, checkpoint.dump(rank) | {"scheme": saved})
+    attached = AttachedEngine(front=rank, hooks=Mock())
+    checkpoint.restore(attached, checkpoint.dump(rank.run) | {"scheme": saved})
     ranks = "of 2 x 2 ranks as lossless_w_g4 on 2 x 2"
     wanted = [] if said is None else [f"quantized_comm: resuming {said} {ranks}"]
     assert [line.partition(";")[0] for line in logged] == wanted
@@ -90,6 +92,11 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
     return made
 
 
+def serve(replica: Replica, rank: SimulatedRank) -> None:
+    """Make it the replica of a rank."""
+    replica.front, replica._run = rank, rank.run
+
+
 @pytest.mark.parametrize(
     ("scheme", "warmup", "step", "decodes"),
     [
@@ -104,7 +111,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
 def test_weights_are_decoded_again_where_the_last_step_has_decoded_them(
     replica: Replica, scheme: str, warmup: int, step: int, decodes: bool, by: str
 ) -> None:
-    replica._plugin = rank_of(scheme, step=step, warmup_steps=warmup)
+    serve(replica, rank_of(scheme, step=step, warmup_steps=warmup))
     replica.holds_exact = False
     if by == "a load":
         replica.after_load()
@@ -119,7 +126,7 @@ def test_weights_are_decoded_again_where_the_last_step_has_decoded_them(
 @pytest.mark.parametrize("warmup", [0, 3, 9])
 def test_an_export_in_the_warm_up_sends_nothing(replica: Replica, warmup: int) -> None:
     """Weights of step 3 are exact if it is one of the warm-up."""
-    replica._plugin = rank_of("qsdp", step=3, warmup_steps=warmup)
+    serve(replica, rank_of("qsdp", step=3, warmup_steps=warmup))
     replica._gather(3)
     assert replica.holds_exact == (warmup > 3)
     replica.posted.clear()
@@ -136,8 +143,7 @@ def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> No
               "inside nodes": (None, "8 bits"), "neither": (None, None),
               "frozen": ("8 bits",), "frozen, exact": (None,)}  # fmt: skip
     node = object.__new__(NodeShard)
-    run = SimpleNamespace(is_full_precision=lambda step: exact)
-    node._plugin = SimpleNamespace(step=5, run=run)
+    node._run = SimpleNamespace(step=5, is_full_precision=lambda step: exact)
     node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
     node._posts_at_once, node._post_until = True, lambda _: None
     node._compares_next_gather = False

@@ -56,7 +56,9 @@ class Accumulation:
 
     def __init__(self, rank: SimulatedRank) -> None:
         self.rank, self.params = rank, list(rank.engine.module.parameters())
-        self.owners = OwnerReduction(rank, SimpleNamespace(dp_process_group=None))
+        self.owners = OwnerReduction(
+            rank, rank.partial_gradients, SimpleNamespace(dp_process_group=None)
+        )
         self.sums = [torch.zeros(numel) for numel in NUMELS]
         self.flush, self.rest = lambda: None, list[list[int]]()
 

@@ -26,30 +26,30 @@ Found = Callable[..., object]
 
 
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+def front(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of one hop; a reduction is its layout."""
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
     monkeypatch.setattr(shard_gradients, "ShardBucket", lambda shards, sums, noted: sums)
     return WORLD.ranks[0]
 
 
-def shard_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
+def shard_layouts(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of a ZeRO-3 bucket of one gradient."""
-    reduction = ShardReduction(plugin)
+    reduction = ShardReduction(front, None)
 
     def begin(
         *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator
     ) -> BucketLayout:
-        monkeypatch.setattr(plugin.run, "communicator", lambda _: link)
-        monkeypatch.setattr(plugin.run, "is_full_precision", lambda _: exact)
+        monkeypatch.setattr(front.run, "communicator", lambda _: link)
+        monkeypatch.setattr(front.run, "is_full_precision", lambda _: exact)
         return reduction.begin([param], [torch.empty(param.numel(), dtype=dtype)], None)
 
     return begin
 
 
-def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
+def owner_layouts(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of a bucket of ZeRO-1/2."""
-    reduction, found = OwnerReduction(plugin, None), list[BucketLayout]()
+    reduction, found = OwnerReduction(front, None, None), list[BucketLayout]()
     monkeypatch.setattr(
         GradientReducer,
         "_begin",
@@ -60,8 +60,8 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
         *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator, range: slice,
         owner: int, divisor: float,
     ) -> BucketLayout:  # fmt: skip
-        monkeypatch.setattr(plugin.run, "communicator", lambda _: link)
-        monkeypatch.setattr(plugin.run, "is_full_precision", lambda _: exact)
+        monkeypatch.setattr(front.run, "communicator", lambda _: link)
+        monkeypatch.setattr(front.run, "is_full_precision", lambda _: exact)
         bucket = torch.empty(64)
         call = {"communication_data_type": dtype, "bucket_ranks": [owner]}
         with reduction.bucket(bucket, [param], divisor):
@@ -72,7 +72,7 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     return reduce
 
 
-def gather_plans(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
+def gather_plans(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of the weights of ZeRO-1/2."""
     replica, hierarchy = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
     replica._plans = PlanCache()
@@ -101,9 +101,9 @@ FACTS = {shard_layouts: BUCKET, owner_layouts: BUCKET | OWNERS, gather_plans: WI
 
 @pytest.mark.parametrize(("make", "fact"), [(make, fact) for make in FACTS for fact in FACTS[make]])
 def test_equal_work_shares_a_plan_and_other_work_does_not(
-    plugin: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Found], fact: str
+    front: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Found], fact: str
 ) -> None:
-    plan_of = make(plugin, monkeypatch)
+    plan_of = make(front, monkeypatch)
     usual = {name: values[0] for name, values in FACTS[make].items()}
     plan = plan_of(**usual)
     assert plan_of(**usual) is plan

@@ -111,7 +111,7 @@ def reduce_rank(rank: SimulatedRank, case: Case, meet: threading.Barrier) -> lis
     ranks share the engine that counts micro-steps, so they meet between them.
     """
     world, params = rank.run.topology.world, list(rank.engine.module.parameters())
-    owners = OwnerReduction(rank, SimpleNamespace(dp_process_group=None))
+    owners = OwnerReduction(rank, rank.partial_gradients, SimpleNamespace(dp_process_group=None))
     for micro in range(rank.engine.micro_steps):
         tensors = gradients(case, rank.number, micro)
         if case.layout is None:

@@ -63,21 +63,21 @@ def test_lossless_differences_of_a_first_step_may_be_short(
         scheme=SimpleNamespace(lossless=lossless),
         traffic=SimpleNamespace(received=arrived),
     )
-    plugin: Any = SimpleNamespace(
+    front: Any = SimpleNamespace(
         run=run,
         has_few_ranks=False,
-        hooks=SimpleNamespace(after_step=[], before_last_buckets=[]),
         requested_roles={"weights", "gradients"},
     )
     logged: list[str] = []
     monkeypatch.setattr(log, "log_rank0", logged.append)
-    check_first_step(plugin, ["weights", "gradients"])
-    (check,) = plugin.hooks.after_step
+    events: Any = SimpleNamespace(after_step=[], before_last_buckets=[])
+    check_first_step(front, events, ["weights", "gradients"])
+    (check,) = events.after_step
     check(True)  # skipped: the next one counts
     check(False)
     assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
     assert all("and 1000 or more were expected" in line for line in logged)
-    assert plugin.hooks.after_step == []
+    assert events.after_step == []
 
 
 def test_a_step_that_is_skipped_without_a_policy_changes_nothing() -> None:

@@ -159,15 +159,14 @@ class Job:
         monitor = SimpleNamespace(enabled=True, write_events=self.events.extend)
         self.engine = SimpleNamespace(global_steps=0, global_samples=0, monitor=monitor)
         self.traffic = Traffic()
-        run = SimpleNamespace(
+        run: Any = SimpleNamespace(
             device=torch.device("cpu"),
             traffic=self.traffic,
             state=SimpleNamespace(resyncs=3, nonfinite_steps=5, exact_steps=7),
             received_in_full_precision=lambda: BASELINE,
         )
-        plugin: Any = SimpleNamespace(engine=self.engine, run=run)
         settings = MetricsConfig(interval=2, file=str(file))
-        self.telemetry, self._file = Telemetry(plugin, settings), file
+        self.telemetry, self._file = Telemetry(self.engine, run, settings), file
         self.telemetry.arm()
 
     def step(self, **received: int) -> None:

@@ -1,43 +1,37 @@
-"""The front of one DeepSpeed engine: see ``Plugin``."""
+"""The facts of a DeepSpeed engine that its run and the parts of this room ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch import Tensor
 
-from ds_quant.comm.reduction_plan import ReductionHop
 from ds_quant.comm.topology import Topology
 from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.in_flight import BUCKETS_AHEAD
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
-from ds_quant.runtime.copies import WeightCache
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
-from ds_quant.runtime.warmup import MessageKinds
 from ds_quant.zero import accelerator, offload, sharded_params
-
-if TYPE_CHECKING:  # these modules import this one
-    from ds_quant.zero.deepspeed_types import Engine, ZeroParameter
-    from ds_quant.zero.gather_count import GatherCount
-    from ds_quant.zero.hooks import Hooks
-    from ds_quant.zero.node_shard import NodeShard
-    from ds_quant.zero.partial_gradients import PartialGradients
-    from ds_quant.zero.replica import Replica
+from ds_quant.zero.deepspeed_types import Engine, ZeroParameter
+from ds_quant.zero.gather_count import GatherCount
 
 
-class Plugin:
-    """The front of one DeepSpeed engine; the ``zero`` modules share it.
+class EngineFront:
+    """The front of one DeepSpeed engine. Holds its run, and knows none of the parts.
 
     Args:
+        served_params: parameters that this engine communicates, each with its process group.
+        gather_count: of ZeRO-3. None: a micro-step gathers every weight once.
         stock_gradients_reason: setting because of which DeepSpeed reduces gradients itself, or
-            None. ``routes`` does not know of it, so callers look here first.
-        gathers: predicted gathers of the weights per micro-step.
+            None. ``Routes`` does not know of it, so callers look here first.
         notices: sentences that the start-up line adds.
+
+    requested_roles: roles for which DeepSpeed has called the plugin.
     """
 
     def __init__(
@@ -46,34 +40,24 @@ class Plugin:
         scheme: Scheme,
         topology: Topology,
         *,
+        served_params: Sequence[tuple[Tensor, object]] = (),
+        gather_count: GatherCount | None = None,
         stock_gradients_reason: str | None = None,
-        gathers: float = 1.0,
         notices: Sequence[str] = (),
     ) -> None:
-        # - The engine and its run
         self.engine = engine
+        self.served_params = served_params
+        self.gather_count = gather_count
+        self.stock_gradients_reason = stock_gradients_reason
+        self.requested_roles: set[str] = set()
+        self._backwards: dict[int, int] = {}  # finished in the current optimizer step
         routes = Routes(
             scheme=scheme,
             stage=engine.zero_optimization_stage(),
             nodes=topology.nodes,
             node_size=topology.node_size,
         )
-        self.stock_gradients_reason = stock_gradients_reason
-        self.gathers = gathers  # predicted, then counted by ``gather_count``
         self.run = self._make_run(routes, topology, notices)
-        # Parameters that this engine communicates, each with its process group.
-        self.served_params: Sequence[tuple[Tensor, object]] = ()
-
-        # - State between steps
-        self._backwards: dict[int, int] = {}  # finished in the current optimizer step
-        self.requested_roles: set[str] = set()  # roles for which DeepSpeed called the plugin
-
-        # - Parts that ``attach`` and ``fetch`` make with this plugin; None if not needed
-        self.hooks: Hooks
-        self.replica: Replica | None = None  # ZeRO-1/2
-        self.node_shard: NodeShard | None = None  # ZeRO-3
-        self.partial_gradients: PartialGradients | None = None
-        self.gather_count: GatherCount | None = None  # ZeRO-3, until it has counted
 
     def _make_run(self, routes: Routes, topology: Topology, notices: Sequence[str]) -> Run:
         return Run(
@@ -92,29 +76,10 @@ class Plugin:
         """ZeRO stage, 1 to 3."""
         return self.run.routes.stage
 
-    # ---- parameters ----
-
     @property
     def has_few_ranks(self) -> bool:
         """True if some of ``served_params`` belong to part of the world."""
         return not all(self.run.is_world(group) for _, group in self.served_params)
-
-    def set_served_params(self, parameters: Sequence[tuple[Tensor, object]]) -> None:
-        """Set ``served_params``.
-
-        Adds a start-up notice for those on a subset of ranks (experts, pipeline, tensor parallel).
-        """
-        self.served_params = parameters
-        few = sum(not self.run.is_world(group) for _, group in parameters)
-        if few:
-            self.run.notices.append(
-                f"{few} of {len(parameters)} parameters live on a subset of ranks: "
-                "single-level collectives, no node shard"
-            )
-
-    def crosses_once(self, hops: Sequence[ReductionHop]) -> bool:
-        """Return True if gradients over these hops cross between nodes once per optimizer step."""
-        return self.partial_gradients is not None and len(hops) == 2
 
     # ---- steps ----
 
@@ -146,25 +111,12 @@ class Plugin:
         step = self.engine.global_steps
         self._backwards = {step: self._backwards.get(step, 0) + 1}
 
-    # ---- cached weights ----
+    # ---- prices ----
 
     @property
-    def weight_cache(self) -> WeightCache | None:
-        """The node shard, or the replica if differences are added to it; else None."""
-        if self.node_shard is not None:
-            return self.node_shard
-        if self.run.scheme.block.weights.difference_key:
-            return self.replica
-        return None
-
-    def resync(self) -> None:
-        """Refill the replica or node shard with exact weights on all ranks. A collective."""
-        if self.replica is not None:
-            self.replica.resync()
-        if self.node_shard is not None:
-            self.node_shard.resync()
-
-    # ---- prices ----
+    def gathers(self) -> float:
+        """Gathers of an element per micro-step."""
+        return 1.0 if self.gather_count is None else self.gather_count.gathers
 
     def workload(self) -> Workload:
         """Return the communication of an optimizer step."""
@@ -206,20 +158,6 @@ class Plugin:
             under_way=1 + BUCKETS_AHEAD if overlaps_on_cpu else 1,
             offloaded=offload.offloads_parameters(engine),
             slicing=self.run.slicing,
-        )
-
-    def message_kinds(self) -> MessageKinds:
-        """Return dtypes and levels of the messages, for ``warm_up``."""
-        levels = list(dict.fromkeys(self.run.level(group) for _, group in self.served_params))
-        params = self.engine.module.parameters()
-        dtypes = {p.dtype for p in params if p.is_floating_point()}
-        return MessageKinds(
-            weight_dtypes=sorted(dtypes, key=str),
-            gradient_dtype=self.engine.communication_data_type,
-            reducing=levels if self.stock_gradients_reason is None else [],
-            all_levels=levels,
-            crosses_once=self.partial_gradients is not None,
-            has_few_ranks=self.has_few_ranks,
         )
 
 

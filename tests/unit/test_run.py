@@ -1,4 +1,4 @@
-"""Links, full precision and prices of one engine's plugin, as one of 2 x 2 ranks."""
+"""Links, full precision and prices of one run, as one of 2 x 2 ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import nn
 
 from ds_quant.runtime.figures import saved_bytes
 from ds_quant.runtime.run import SchemeState
-from ds_quant.zero.plugin import Plugin
-from tests.world import World
+from tests.world import SimulatedRank, World
 
 
 def world(**keys: Any) -> World:
@@ -20,7 +19,7 @@ def world(**keys: Any) -> World:
     return World(2, 2, module=module, stage=2, micro_steps=2, scheme="full_precision", **keys)
 
 
-def plugin(**keys: Any) -> Plugin:
+def rank_of(**keys: Any) -> SimulatedRank:
     return world(**keys).ranks[0]
 
 
@@ -32,7 +31,7 @@ def plugin(**keys: Any) -> Plugin:
 def test_full_precision_lasts_for_the_warm_up_the_fallback_and_the_kill_file(
     warmup: int, until: int, killed: bool, exact: int
 ) -> None:
-    made = plugin(warmup_steps=warmup)
+    made = rank_of(warmup_steps=warmup)
     made.run.state.exact_until, made.run.state.killed = until, killed
     assert [made.run.is_full_precision(step) for step in range(6)] == [
         step < exact for step in range(6)
@@ -62,7 +61,7 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     cross: str,
 ) -> None:
     """64 x 64 in fp32 over 2 x 2 ranks: half of a node's gradients comes from the other one."""
-    made = plugin(gradients={"cross": cross})
+    made = rank_of(gradients={"cross": cross})
     made.engine.communication_data_type = torch.float32
     found = made.run.received_in_full_precision()["gradients"]
     own = made.run.received_by_formula(made.run.comm_volume())

@@ -1,0 +1,76 @@
+"""A DeepSpeed engine that a scheme is attached to: see ``AttachedEngine``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_quant.runtime.copies import WeightCache
+from ds_quant.runtime.run import Run
+from ds_quant.runtime.warmup import MessageKinds
+from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.front import EngineFront
+from ds_quant.zero.hooks import Hooks
+from ds_quant.zero.node_shard import NodeShard
+from ds_quant.zero.partial_gradients import PartialGradients
+from ds_quant.zero.replica import Replica
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttachedEngine:
+    """The front of one DeepSpeed engine, with the parts that serve it.
+
+    ``attach`` makes it, after all parts. DeepSpeed's engine holds it and lives as long.
+
+    fetch: of ZeRO-3. Holds the node shard, which ``Fetch.close`` frees when DeepSpeed's engine is
+        destroyed.
+    replica: of ZeRO-1 and 2. Its weights are DeepSpeed's.
+    partial_gradients: None unless gradients cross between nodes once per optimizer step. The last
+        micro-step of a step frees its sums.
+    """
+
+    front: EngineFront
+    hooks: Hooks
+    fetch: Fetch | None = None
+    replica: Replica | None = None
+    partial_gradients: PartialGradients | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run of the front."""
+        return self.front.run
+
+    @property
+    def node_shard(self) -> NodeShard | None:
+        """The node shard, None if the scheme keeps none, or another engine serves this one."""
+        return None if self.fetch is None else self.fetch.node_shard
+
+    @property
+    def weight_cache(self) -> WeightCache | None:
+        """The node shard, or the replica if differences are added to it; else None."""
+        if self.node_shard is not None:
+            return self.node_shard
+        if self.run.scheme.block.weights.difference_key:
+            return self.replica
+        return None
+
+    def resync(self) -> None:
+        """Refill the replica or node shard with exact weights on all ranks. A collective."""
+        if self.replica is not None:
+            self.replica.resync()
+        if self.node_shard is not None:
+            self.node_shard.resync()
+
+    def message_kinds(self) -> MessageKinds:
+        """Return dtypes and levels of the messages, for ``warm_up``."""
+        front = self.front
+        levels = list(dict.fromkeys(front.run.level(group) for _, group in front.served_params))
+        params = front.engine.module.parameters()
+        dtypes = {p.dtype for p in params if p.is_floating_point()}
+        return MessageKinds(
+            weight_dtypes=sorted(dtypes, key=str),
+            gradient_dtype=front.engine.communication_data_type,
+            reducing=levels if front.stock_gradients_reason is None else [],
+            all_levels=levels,
+            crosses_once=self.partial_gradients is not None,
+            has_few_ranks=front.has_few_ranks,
+        )

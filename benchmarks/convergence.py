@@ -17,7 +17,8 @@ and leaves a checkpoint, from which the next call goes on with equal bits.
 `--base-steps 0` trains every run from the first weights on: the rate rises over the first steps and
 then falls, and the codec acts in all of them.
 
-`--sums hsdp` and `--sums ddp` sum gradients as HSDP and DDP do (simulated_replicas.py).
+`--sums hsdp` and `--sums ddp` sum gradients as HSDP and DDP do (simulated_replicas.py);
+`--schemes eden4,eden4:gradients.returned_bits=4` compares widths of the sums that are sent back.
 
 `--device cuda` trains on a GPU with bf16 autocast. There bits depend on the GPU. `--text installed`
 has 60 MB of Python source for models of a hundred million parameters.
@@ -54,15 +55,13 @@ import text
 from gpt import GPT, GPTConfig
 from schemes import SchemeEntry, parse_schemes, with_overrides
 from simulated import Simulation
-from simulated_replicas import WAYS, of_width
+from simulated_replicas import WAYS
 from torch import Tensor
 from tqdm import tqdm
 
-from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
-from ds_quant.policy.route import returned_codec
 from ds_quant.policy.scheme import Scheme
 
 BASELINE = "full_precision"
@@ -81,7 +80,7 @@ BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pai
 
 
 CHOICES = {"sums": ("zero3", *WAYS), "device": ("cpu", "cuda")}
-MAY_BE_ZERO = ("base_steps", "returned_bits")
+MAY_BE_ZERO = ("base_steps",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class Settings:
 
     batch: sequences per rank and micro-step.
     base_steps: steps of the base model; 0: runs begin at the initial weights.
-    sums, returned_bits: see ``Simulation``.
+    sums: see ``Simulation``.
     """
 
     layers: int = 2
@@ -105,7 +104,6 @@ class Settings:
     steps: int = 300
     lr: float = 2e-3
     sums: str = "zero3"
-    returned_bits: int = 0
     device: str = "cpu"
 
     @property
@@ -140,7 +138,6 @@ class Settings:
             topology=self.topology,
             micro_steps=self.micro_steps,
             sums=self.sums,
-            returned_bits=self.returned_bits,
         )
 
     def rate(self, step: int, first: float) -> float:
@@ -247,7 +244,7 @@ class Corpus:
 
 def base_settings(settings: Settings) -> Settings:
     """Return the settings of the base model, which all ways of summing begin at."""
-    return replace(settings, sums="zero3", returned_bits=0)
+    return replace(settings, sums="zero3")
 
 
 def train_base(settings: Settings, corpus: Corpus, path: Path, clock: Clock) -> dict[str, Any]:
@@ -506,7 +503,6 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         gradient_dtype=torch.bfloat16,
         replicas=settings.sums != "zero3",
     )
-    gradients = comm_volume.gradients + _added_by_returned_bits(settings, entry)
     errors = {
         key: fmean(ledger.by_seed(entry.label, key).values() or [0.0])
         for key in ("gradient_error", "weight_error")
@@ -517,20 +513,8 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
         **errors,
         "weight_bits": 8 * comm_volume.weights,
-        "gradient_bits": 8 * gradients,
+        "gradient_bits": 8 * comm_volume.gradients,
     }
-
-
-def _added_by_returned_bits(settings: Settings, entry: SchemeEntry) -> float:
-    """Return the bytes per parameter that ``returned_bits`` adds to the gradients' volume."""
-    codec = settings.scheme(entry, 0).gradients
-    if not settings.returned_bits or not isinstance(codec, GroupCodec):
-        return 0.0
-    usual = returned_codec(codec)
-    assert isinstance(usual, GroupCodec)  # as ``codec``
-    numel = codec.group_size
-    other = of_width(codec, settings.returned_bits)
-    return (other.wire_bytes(numel) - usual.wire_bytes(numel)) / numel
 
 
 def _plain(gap: paired.Gap | None) -> dict[str, Any] | None:

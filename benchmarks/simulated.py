@@ -342,7 +342,6 @@ class Simulation:
     clip: DeepSpeed's ``gradient_clipping``; 0: gradients are not clipped.
     sums: how gradients are summed, and so which weights are sent: "zero3" or one of
         simulated_replicas.WAYS.
-    returned_bits: of sums on their way back to all replicas; 0: as the package does.
     master: master weights of all parameters end to end, 1-D fp32; the one parameter of
         ``optimizer``.
     """
@@ -357,7 +356,6 @@ class Simulation:
         micro_steps: int = 1,
         clip: float = 1.0,
         sums: str = "zero3",
-        returned_bits: int = 0,
     ) -> None:
         self.module = module
         self._topology = topology
@@ -381,7 +379,7 @@ class Simulation:
         if sums != "zero3":
             from simulated_replicas import Replicas  # imports this module
 
-            self._replicas = Replicas(module, self.scheme, network, sums, returned_bits)
+            self._replicas = Replicas(module, self.scheme, network, sums)
         self._gradient = torch.zeros_like(flat, dtype=self._dtype)
         self._node_rows: list[list[ShardRows]] = []  # by rank and parameter, with a node shard
 

@@ -1,8 +1,8 @@
 """The ways of summing of HSDP and DDP for simulated.py: every node holds a replica of the model.
 
 Gradients are summed inside the nodes, then between them with the gradient codec of the scheme, and
-sent back with a codec of its own. The collectives are those of ds_quant.fsdp2, with the whole model
-in one sharded module; each rank has a thread, because ranks wait for each other. HSDP gathers
+sent back with gradients.returned_bits. The collectives are those of ds_quant.fsdp2, with the whole
+model in one sharded module; each rank has a thread, because ranks wait for each other. HSDP gathers
 weights inside the node; DDP has all weights on every rank and sends none. May import torch,
 simulated and the plugin.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,14 +19,13 @@ import torch.distributed as dist
 from simulated import Network, SimulatedRun
 from torch import Tensor, nn
 
-from ds_quant.codec.codec import GroupCodec
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.model import STAGE
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
-from ds_quant.policy.route import Route, Routes
+from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.param import Param
@@ -36,39 +34,10 @@ WAYS = ("hsdp", "ddp")
 NO_GROUP = cast(Any, None)  # in place of a process group, which the collectives do not read
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaRoutes(Routes):
-    """Routes of replicas, with another width of the sums that are sent back.
-
-    returned_bits: 0: the codec of the package.
-    """
-
-    returned_bits: int = 0
-    replicas: bool = True
-
-    def gradients(self, *, quantized: bool = True, full_world: bool = True) -> Route:
-        route = super().gradients(quantized=quantized, full_world=full_world)
-        if route.returned is None or not self.returned_bits:
-            return route
-        codec = route.returned.codec
-        if isinstance(codec, GroupCodec):
-            codec = of_width(codec, self.returned_bits)
-        return replace(route, returned=replace(route.returned, codec=codec))
-
-
-def of_width(codec: GroupCodec, bits: int) -> GroupCodec:
-    """Return the codec with other bits. Gaussian levels end at 4 bits: above, absmax."""
-    if codec.is_gaussian and bits > 4:
-        return replace(codec, bits=bits, range="absmax", rounding="stochastic")
-    return replace(codec, bits=bits)
-
-
 class SimulatedModel:
     """The collectives of FSDP2's front on one rank, without FSDP2."""
 
-    def __init__(
-        self, module: nn.Module, routes: ReplicaRoutes, rank: int, network: Network
-    ) -> None:
+    def __init__(self, module: nn.Module, routes: Routes, rank: int, network: Network) -> None:
         self.step = 0
         params = [
             Param(
@@ -175,12 +144,9 @@ class Replicas:
     """All ranks of a simulation whose nodes hold replicas.
 
     way: one of WAYS.
-    returned_bits: width of the sums that are sent back; 0: as the package does.
     """
 
-    def __init__(
-        self, module: nn.Module, scheme: Scheme, network: Network, way: str, returned_bits: int
-    ) -> None:
+    def __init__(self, module: nn.Module, scheme: Scheme, network: Network, way: str) -> None:
         topology = network.topology
         if way not in WAYS:
             raise ValueError(f"sums={way!r}: allowed: zero3, {', '.join(WAYS)}")
@@ -191,12 +157,12 @@ class Replicas:
             )
         if scheme.level_steps:
             raise ValueError(f'sums={way!r} with weights.levels="learned": allowed: "uniform"')
-        routes = ReplicaRoutes(
+        routes = Routes(
             scheme=scheme,
             stage=STAGE,
             nodes=topology.nodes,
             node_size=topology.node_size,
-            returned_bits=returned_bits,
+            replicas=True,
         )
         self._gathers_weights = way == "hsdp"
         self._node_size = topology.node_size

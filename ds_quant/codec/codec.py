@@ -29,7 +29,7 @@ class GroupCodec:
     group_size: elements that share a range; multiple of 32, 32 to 65536; smaller is more exact
         and costs 4 or 8 bytes per group.
     range: "minmax" (scale and offset), "absmax" (scale only, symmetric) or "gaussian" (scale only,
-        levels of a normal distribution; 2 to 4 bits, whole groups of 128, nearest), which takes
+        levels of a normal distribution; 2 to 5 bits, whole groups of 128, nearest), which takes
         values that a rotation of 128 has made look normal and is unbiased over its signs.
     rounding: "nearest", "stochastic" (unbiased per element) or "random_shift" (unbiased, one
         shift per address, min-max only). The last two need an address to encode.

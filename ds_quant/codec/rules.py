@@ -14,6 +14,7 @@ Rounding = Literal["nearest", "stochastic", "random_shift"]
 Levels = Literal["uniform", "learned"]
 
 BITS = range(2, 9)
+GAUSSIAN_BITS = range(2, 6)
 GROUP_SIZES = range(32, 65537, 32)
 RANGES: tuple[str, ...] = get_args(Range)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
@@ -78,8 +79,8 @@ RULES = (
         "range",
         ("gaussian",),
         "bits",
-        (2, 3, 4),
-        "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them",
+        tuple(GAUSSIAN_BITS),
+        "Gaussian levels are those of 2, 3, 4 and 5 bits: set bits to one of them",
     ),
     Rule(
         "range",
@@ -91,6 +92,13 @@ RULES = (
     # A block may: its rounding is then that of the codec inside a node.
     Rule("range", ("gaussian",), "rounding", ("nearest",), ""),
 )
+
+
+def range_of_width(value_range: str, bits: int) -> str:
+    """Return the range of a codec that is given other bits: above 5, absmax replaces gaussian."""
+    if value_range == "gaussian" and bits not in GAUSSIAN_BITS:
+        return "absmax"
+    return value_range
 
 
 def broken_rules(settings: Any) -> Iterator[Rule]:

@@ -184,7 +184,7 @@ def _irrelevant_keys(
     settings = getattr(config, role)
     if settings.codec is not None:
         codec = f"{path_of((role, 'codec'))}={show(settings.codec)}"
-        yield _CODEC_KEYS, f" with {codec}: leave one of them out"
+        yield (*_CODEC_KEYS, "returned_bits"), f" with {codec}: leave one of them out"
     if not settings.enabled and "enabled" not in written:
         enabled = f"{path_of((role, 'enabled'))}=false (set by scheme {config.scheme})"
         # "cross" also holds for gradients in full precision.

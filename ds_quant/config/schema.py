@@ -247,13 +247,16 @@ class WeightsConfig(_Quantizer):
             yield "levels", "difference", fix
 
 
+LEAST_RETURNED_BITS = 5  # by default, see gradients.returned_bits
+
+
 class GradientsConfig(_Quantizer):
     """Gradients that are reduced."""
 
     range: Range = Field(
         "minmax",
         description="As for weights; gaussian: levels of a normal distribution and EDEN's scale, "
-        "unbiased over random signs (2 to 4 bits; needs group_size 128, rotation 128 and "
+        "unbiased over random signs (2 to 5 bits; needs group_size 128, rotation 128 and "
         "rotation_signs).",
     )
     rounding: Rounding = Field(
@@ -265,6 +268,13 @@ class GradientsConfig(_Quantizer):
         None,
         description="With several nodes of several ranks: the codec of gradients inside a node; "
         "the keys above then apply between nodes. null: those keys on both hops.",
+    )
+    returned_bits: Bits | None = Field(
+        None,
+        description="With a replica of the model in every node (HSDP): bits of the sums that are "
+        "sent back to all nodes, 1/8 byte per parameter and step each. Their error is the same on "
+        "all nodes, so it does not average out. null: as bits, but at least 5. gaussian becomes "
+        "absmax from 6 bits on.",
     )
     cross: Literal["step", "micro_step"] = Field(
         "step",
@@ -283,6 +293,13 @@ class GradientsConfig(_Quantizer):
         "alike on all ranks; node: every node has its own, so that errors of similar gradients "
         "average out (gaussian only); true: node with 2 and 3 bits from 4 nodes on, else shared.",
     )
+
+    @property
+    def bits_of_returned_sums(self) -> int:
+        """``returned_bits``, or what stands for null."""
+        if self.returned_bits is None:
+            return max(self.bits, LEAST_RETURNED_BITS)
+        return self.returned_bits
 
     def conflicts(self) -> Conflicts:
         yield from super().conflicts()

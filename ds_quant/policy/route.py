@@ -19,6 +19,7 @@ import torch
 
 from ds_quant.codec.bound import Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.codec.rules import range_of_width
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.policy.scheme import Scheme
 
@@ -226,7 +227,8 @@ class Routes:
         delivery = self._delivery(hops[-1])
         returned = None
         if self.replicas:
-            returned = Hop(level="inter", codec=returned_codec(codec), per=hops[-1].per)
+            bits = self.scheme.block.gradients.bits_of_returned_sums
+            returned = Hop(level="inter", codec=_of_width(codec, bits), per=hops[-1].per)
         block = 0 if codec is None else self.scheme.block.gradients.rotation
         if not block:
             return Route(hops=hops, delivery=delivery, returned=returned)
@@ -293,21 +295,17 @@ def delivery_codec(codec: Codec | None) -> Codec | None:
     It has at least 8 bits, because its error is not averaged over ranks. Gaussian levels need
     rotated values, and sums are no longer rotated.
     """
+    return _of_width(codec, 8)
+
+
+def _of_width(codec: Codec | None, bits: int) -> Codec | None:
+    """Return a codec of groups with other bits, every other codec as it is."""
     if not isinstance(codec, GroupCodec):
         return codec
-    if codec.is_gaussian:
-        return replace(codec, bits=8, range="absmax", rounding="stochastic")
-    return replace(codec, bits=8)
-
-
-def returned_codec(codec: Codec | None) -> Codec | None:
-    """Return the codec of sums on their way back to all nodes.
-
-    It has at least 4 bits, because its error is not averaged over nodes.
-    """
-    if not isinstance(codec, GroupCodec):
-        return codec
-    return replace(codec, bits=max(codec.bits, 4))
+    value_range = range_of_width(codec.range, bits)
+    if value_range == codec.range:
+        return replace(codec, bits=bits)
+    return replace(codec, bits=bits, range=value_range, rounding="stochastic")
 
 
 def weights_per(stage: int) -> Per:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ds_quant.codec.rules import range_of_width
 from ds_quant.config import environment, schema
 from ds_quant.config.environment import VARIABLE
 from ds_quant.config.presets import AUTOTUNE, renamed
@@ -240,14 +241,16 @@ def _gradients_line(gradients: GradientsConfig, codecs_loaded: bool) -> str:
         line += f", {gradients.rounding} rounding"
     if gradients.rotation:
         line += f", Hadamard blocks of {gradients.rotation}"
-    if gradients.intra is None:
-        return line
-    intra_range = "absmax" if is_gaussian else gradients.range
-    line += (
-        f"; inside a node {_codes(gradients.intra.bits, gradients.intra.group_size, intra_range)}"
-    )
-    if is_gaussian:
-        line += f", {gradients.rounding} rounding"
+    if gradients.intra is not None:
+        intra_range = "absmax" if is_gaussian else gradients.range
+        inside = _codes(gradients.intra.bits, gradients.intra.group_size, intra_range)
+        line += f"; inside a node {inside}"
+        if is_gaussian:
+            line += f", {gradients.rounding} rounding"
+    if gradients.returned_bits is not None:
+        returned_range = range_of_width(gradients.range, gradients.returned_bits)
+        back = _codes(gradients.returned_bits, gradients.group_size, returned_range)
+        line += f"; with replicas under FSDP2 sums go back in {back}"
     return line
 
 

@@ -242,7 +242,7 @@ def test_the_last_backward_is_declared_as_without_replicas() -> None:
 @on_ranks(4)
 def test_sums_have_the_errors_of_both_halves_and_no_bias() -> None:
     """Between two nodes at most half the squared error of a message on the way out, and all of it
-    on the way back: 0.0096 with 4 bits, 0.13 with 2, which go back with 4.
+    on the way back: 0.13 with 2 bits, 0.0096 with 4, 0.0025 with 5, with which sums go back.
     """
     rank = torch.distributed.get_rank()
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(rank))
@@ -262,19 +262,26 @@ def test_sums_have_the_errors_of_both_halves_and_no_bias() -> None:
     def error(gradient: torch.Tensor) -> float:
         return float((gradient - exact).square().sum() / exact.square().sum())
 
-    for scheme, least, most in (("eden4", 0.0096, 0.016), ("eden2", 0.035, 0.085)):
+    for scheme, least, most in (("eden4", 0.0025, 0.0085), ("eden2", 0.028, 0.075)):
         assert least < error(gradients[scheme][0]) < most, scheme
         mean = torch.stack(gradients[scheme]).mean(0)
         assert error(mean) < 1.3 / 8 * error(gradients[scheme][0]), scheme
 
 
-@pytest.mark.parametrize("scheme", thinned(["eden4", "sdp4bit"], lambda scheme: scheme == "eden4"))
+@pytest.mark.parametrize(
+    ("scheme", "bits"),
+    thinned(
+        [("eden4", None), ("eden4", 4), ("eden4", 8), ("sdp4bit", None)],
+        lambda case: case[1] is None and case[0] == "eden4",
+    ),
+)
 @on_ranks(4)
-def test_sums_go_back_as_the_wire_page_says(scheme: str) -> None:
+def test_sums_go_back_as_the_wire_page_says(scheme: str, bits: int | None) -> None:
     """Of one matrix, whose shards of 2048 elements are summed in pieces of 1024."""
     model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh_of(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     block = {"scheme": scheme, "min_numel": 64, "checksum_steps": 0}
+    block["gradients"] = {"returned_bits": bits}
     front = fsdp2.attach(model, block, optimizer=optimizer)
     node, local = divmod(torch.distributed.get_rank(), 2)
     for _ in range(2):
@@ -296,7 +303,8 @@ def test_sums_go_back_as_the_wire_page_says(scheme: str) -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
     model(x).square().mean().backward()
     h = 128 if scheme == "eden4" else 32
-    fmt = oracle.Format(bits=4, group=128, gaussian=scheme == "eden4", rounding="stochastic")
+    is_gaussian = scheme == "eden4" and bits != 8
+    fmt = oracle.Format(bits=bits or 5, group=128, gaussian=is_gaussian, rounding="stochastic")
 
     def key(stream: int, hop: int) -> int:
         return oracle.key_of(seed=0, role=1, parameter=0, stream=stream, hop=hop)
@@ -489,7 +497,7 @@ def test_hsdp_receives_four_bytes_between_nodes_and_eden4_one() -> None:
     assert received["weights"]["inter"] == 0
     per_node = 2 * received["gradients"]["inter"] / figures["steps"] / figures["params"]
     volume = figures["expected_bytes_per_param"]
-    assert 1.0 < volume < 1.06
+    assert 1.14 < volume < 1.19  # 4 bits out, 5 back
     assert per_node == pytest.approx(volume / 2, rel=0.02)
     assert front.line.startswith(
         f"eden4 on FSDP2 with replicas, volume {volume:.2f} B/param/step between nodes "

@@ -31,7 +31,7 @@ CODECS = tuple(
     for index, formula in enumerate(FORMULAS)
 )
 STORES = [Stores(run, staged) for run in (1, 2, 4, 8) for staged in (False, True)]
-GAUSSIAN = tuple(GroupCodec(bits=bits, group_size=128, range="gaussian") for bits in (2, 3, 4))
+GAUSSIAN = tuple(GroupCodec(bits=bits, group_size=128, range="gaussian") for bits in (2, 3, 4, 5))
 
 
 def large_rows(codec: GroupCodec) -> tuple[tuple[int, int], ...]:

@@ -306,12 +306,14 @@ def test_replicas_need_several_nodes_of_several_ranks(argv, capsys) -> None:
 def test_sums_that_come_back_in_more_bits_have_less_error(argv) -> None:
     """Under DDP as under HSDP, whose weights are exact with eden4."""
     errors = {}
-    for sums, bits in (("hsdp", 0), ("hsdp", 8), ("ddp", 0)):
-        more = [f"--sums={sums}", f"--returned-bits={bits}", "--node-size=2", "--width=32"]
-        found = study([*argv, *more, "--schemes=eden4:min_numel=0", "--pairs=1", "--most-pairs=1"])
-        (row,) = found["rows"]
-        errors[sums, bits] = row["gradient_error"]
-        assert row["weight_bits"] == 0
-        assert row["gradient_bits"] == pytest.approx(12.3 if bits else 8.3, abs=0.5)
-    assert errors["hsdp", 8] < 0.7 * errors["hsdp", 0]
-    assert errors["ddp", 0] == errors["hsdp", 0]
+    schemes = ["eden4:min_numel=0"]
+    schemes += [f"eden4:min_numel=0,gradients.returned_bits={bits}" for bits in (4, 8)]
+    for sums in ("hsdp", "ddp"):
+        more = [f"--sums={sums}", "--node-size=2", "--width=32", "--schemes=" + ",".join(schemes)]
+        rows = study([*argv, *more, "--pairs=1", "--most-pairs=1"])["rows"]
+        for row, bits in zip(rows, (5, 4, 8), strict=True):
+            errors[sums, bits] = row["gradient_error"]
+            assert row["weight_bits"] == 0
+            assert row["gradient_bits"] == pytest.approx(4.1 + bits + 0.2, abs=0.5)
+    assert errors["hsdp", 8] < errors["hsdp", 5] < 0.7 * errors["hsdp", 4]
+    assert errors["ddp", 5] == errors["hsdp", 5]

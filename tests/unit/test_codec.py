@@ -85,7 +85,7 @@ GAUSSIAN = {"bits": 4, "group_size": 128, "range": "gaussian"}
         (dict(range="absmax", rounding="random_shift"), "random_shift: .* are 'nearest', 'stoch"),
         (dict(levels="learned", rounding="stochastic"), "stochastic learned: .* 'nearest'"),
         (dict(levels="learned", range="absmax"), "range = 'absmax' .*: .* 'minmax'"),
-        (GAUSSIAN | {"bits": 5}, "bits = 5 in int5 gaussian .*: allowed are 2, 3, 4"),
+        (GAUSSIAN | {"bits": 6}, "bits = 6 in int6 gaussian .*: allowed are 2, 3, 4, 5"),
         (GAUSSIAN | {"group_size": 256}, "group_size = 256 in .*: allowed are 128"),
         (GAUSSIAN | {"rounding": "stochastic"}, "rounding = 'stochastic' in .* gaussian"),
         (GAUSSIAN | {"levels": "learned"}, "range = 'gaussian' in .* learned: allowed"),

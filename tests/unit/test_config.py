@@ -125,7 +125,7 @@ G4, G8 = absmax(4, 128, "stochastic"), absmax(8, 128, "stochastic")
 ZEROPP = absmax(4, 4096, "nearest")
 GAUSSIAN = {
     bits: GroupCodec(bits=bits, group_size=128, range="gaussian", rounding="nearest")
-    for bits in (2, 3, 4)
+    for bits in (2, 3, 4)  # presets
 }
 # scheme: weights, gradients, gradients inside a node, difference, node shard, rotation
 PRESETS = {

@@ -90,6 +90,18 @@ def test_a_rank_receives_its_share_of_every_hop() -> None:
     }
 
 
+@pytest.mark.parametrize(("bits", "back"), [(None, 5), (4, 4), (5, 5), (8, 8)])
+def test_replicas_pay_for_the_bits_of_the_sums_that_go_back(bits: int | None, back: int) -> None:
+    """Of a matrix of 768 groups: codes of both ways, a bf16 scale each, fp32 with 8 bits."""
+    found = scheme("eden4", gradients={"returned_bits": bits})
+    volume = priced(found, 3, [MATRIX], node_size=2, replicas=True)
+    scales = 768 * (2 + (4 if back == 8 else 2))
+    assert volume.gradients * volume.numel == 98304 * (4 + back) // 8 + scales
+    assert volume.weights == 0
+    alone = priced(found, 3, [MATRIX], node_size=2)
+    assert alone.gradients * alone.numel == 98304 * 4 // 8 + 768 * 2
+
+
 def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
     """A whole gradient in each of 3 micro-steps, though others cross once; 8 bytes once."""
     param_specs = [MATRIX, MATRIX._replace(needs_full_gradient=True), MATRIX._replace(boundary=8)]

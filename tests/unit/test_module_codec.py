@@ -134,11 +134,12 @@ def test_broken_contract_is_named_with_the_key(written, source: str, message: st
 
 
 def test_what_a_codec_replaces_is_refused_beside_it(written) -> None:
-    block = {"gradients": {"codec": written(GOOD), "bits": 4, "rounding": "nearest"}}
+    written_keys = {"bits": 4, "rounding": "nearest", "returned_bits": 8}
     with pytest.raises(ConfigError) as error:
-        parse_block(block)
-    first, second = error.value.problems
+        parse_block({"gradients": {"codec": written(GOOD), **written_keys}})
+    first, second, third = error.value.problems
     assert first.startswith("quantized_comm.gradients.bits=4: no effect with quantized_comm.")
     assert 'gradients.codec="my_codec"' in second and "leave one of them out" in second
+    assert third.startswith("quantized_comm.gradients.returned_bits=8: no effect with ")
     with pytest.raises(ConfigError, match="no effect, quantized_comm.weights.enabled=false"):
         parse_block({"scheme": "tlq", "weights": {"codec": "my_codec"}})

@@ -188,6 +188,37 @@ def test_owners_get_sums_in_eight_bits_of_the_last_hop(name: str) -> None:
     assert routes(name, 3).gradients().delivery is None
 
 
+@pytest.mark.parametrize(
+    ("name", "bits", "codec"),
+    [
+        ("eden4", None, "int5 gaussian g128 nearest"),
+        ("eden2", None, "int5 gaussian g128 nearest"),
+        ("eden4", 4, "int4 gaussian g128 nearest"),
+        ("eden4", 6, "int6 absmax g128 stochastic"),
+        ("eden4", 8, "int8 absmax g128 stochastic"),
+        ("eden3", 2, "int2 gaussian g128 nearest"),
+        ("sdp4bit", None, "int5 absmax g128 stochastic"),
+        ("sdp4bit", 4, "int4 absmax g128 stochastic"),
+        ("zeropp", None, "int5 absmax g4096 nearest"),
+        ("qsdp", None, "int8 minmax g1024 stochastic"),
+        ("qsdp", 4, "int4 minmax g1024 stochastic"),
+        ("full_precision", None, None),
+        ("lossless", None, None),
+    ],
+)
+def test_sums_go_back_to_replicas_in_bits_of_their_own(
+    name: str, bits: int | None, codec: str | None
+) -> None:
+    """By default in at least 5; the way out keeps those of the scheme."""
+    plain = routes(name, 3, replicas=True)
+    gradients = {} if bits is None else {"returned_bits": bits}
+    found = replace(plain, scheme=scheme_of(name, gradients=gradients)).gradients()
+    assert found.hops == plain.gradients().hops
+    assert found.returned.level == "inter" and found.returned.per == found.hops[-1].per
+    assert (found.returned.codec and found.returned.codec.name) == codec
+    assert replace(plain, replicas=False).gradients().returned is None
+
+
 def test_a_hop_without_a_codec_sends_the_dtype_and_refuses_what_has_no_codec() -> None:
     exact, coded = Hop(level="flat", codec=None, per="step"), GroupCodec(bits=4)
     assert [exact.sends(d) for d in (BF16, FP32)] == [CastCodec(BF16), CastCodec(FP32)]

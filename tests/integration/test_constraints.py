@@ -88,7 +88,7 @@ def commands() -> list[str]:
         f"-c constraints.txt {arguments}"
         for arguments in re.findall(r"^\t\$\(PIP_INSTALL\) (.+)", install, re.MULTILINE)
     ]
-    found = [re.sub(r"\$\(.*?\)", "", arguments).strip() for arguments in found]
+    found = [re.sub(r"\$\(.*?\) ?", "", arguments).strip() for arguments in found]
     return sorted({re.sub(r'(-e )?"?\.(\[[\w,]+\])?"?$', r"ds_quant\2", a) for a in found})
 
 

@@ -181,7 +181,9 @@ def test_a_workflow_runs_commands_of_this_repository(path: Path) -> None:
         choices = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
         for choice in choices:
             for step in job["steps"]:
-                command = step.get("run", "").replace("${{ matrix.target }}", choice.get("target", ""))
+                command = step.get("run", "").replace(
+                    "${{ matrix.target }}", choice.get("target", "")
+                )
                 made = re.findall(r"^make ([a-z-]+)", command, re.M)
                 assert targets.issuperset(made), command
 
@@ -228,4 +230,3 @@ def test_the_promise_lists_every_earlier_name() -> None:
     for earlier, today in RENAMED.items():
         assert f"`{earlier}`" in PUBLIC and f"`{today}`" in PUBLIC
     assert f"| {RENAMED_UNTIL} |" in PUBLIC
-

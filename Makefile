@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# CONSTRAINTS= installs the newest versions that setup.cfg allows.
+CONSTRAINTS ?= constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 export DS_QUANT_HOMEPAGE := $(HOMEPAGE)
@@ -15,13 +18,13 @@ export DS_QUANT_HOMEPAGE := $(HOMEPAGE)
 install: $(STAMP)
 
 # torch goes first and alone: deepspeed's build looks for it.
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	@echo "1 of 3: a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2 of 3: torch$(if $(TORCH_INDEX),, (5.6 GB with CUDA; TORCH_INDEX=URL of the CPU build: 0.2 GB))"
-	$(BIN)/python -m pip install -c constraints.txt $(TORCH_FLAGS) torch
+	$(PIP_INSTALL) $(TORCH_FLAGS) torch
 	@echo "3 of 3: ds_quant with its C++ kernels, DeepSpeed, and what tests, demo and docs need"
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(PIP_INSTALL) -e ".[dev]"
 	touch $(STAMP)
 
 demo: install
@@ -49,7 +52,7 @@ test-all: install
 
 # Trains with Trainer, accelerate, TRL, peft and Lightning; their versions are pinned with the rest.
 test-clients: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[clients]"
+	$(PIP_INSTALL) --quiet -e ".[clients]"
 	$(BIN)/python -m pytest -m clients tests/clients
 
 lint: install
@@ -61,7 +64,7 @@ lint: install
 # without it for all other platforms. build/ is removed because setuptools would pack modules left
 # there by an earlier build.
 wheel: install
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
+	$(PIP_INSTALL) --quiet -e ".[release]"
 	rm -rf build dist
 	$(BIN)/python -m build --no-isolation --outdir dist
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip --wheel-dir dist dist/*-linux_*.whl

@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from ds_quant.config.deprecation import warn_deprecated
 from ds_quant.resources import resource_dir
 
 AUTOTUNE = "autotune"  # instead of a preset: measured and chosen at start-up, see policy.choosing
-# Earlier names, still accepted.
+# Earlier names, accepted up to a release.
+RENAMED_UNTIL = "2.0"
 RENAMED = MappingProxyType({f"lossless_g{bits}": f"lossless_w_g{bits}" for bits in (4, 3, 2)})
 
 RESEARCH, YOURS = "for research", "yours"
@@ -50,15 +52,17 @@ def _quoted(names: Iterable[str]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-def renamed(block: object) -> str | None:
-    """Return a sentence about an earlier name in the block; None if there is none."""
-    name = block.get("scheme") if isinstance(block, dict) else None
-    if not isinstance(name, str) or name not in RENAMED:
-        return None
-    return (
-        f'scheme "{name}" is now called "{RENAMED[name]}": its weights are lossless, its gradients '
-        "are not; the earlier name stays accepted"
+def successor(name: str) -> str:
+    """Return the name of a scheme today, and warn if ``name`` is an earlier one."""
+    if name not in RENAMED:
+        return name
+    warn_deprecated(
+        f'scheme "{name}"',
+        f'"{RENAMED[name]}"',
+        removal=RENAMED_UNTIL,
+        reason="its weights are lossless, its gradients are not",
     )
+    return RENAMED[name]
 
 
 def preset_description(name: str) -> str:

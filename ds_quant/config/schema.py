@@ -59,6 +59,7 @@ from ds_quant.config.presets import (
     preset_description,
     preset_groups,
     preset_names,
+    successor,
 )
 
 # ---- parts of the block ----
@@ -531,7 +532,7 @@ def parse_block(block: object, *, load_codecs: bool = True) -> QuantizedCommConf
         raise ConfigError(*problems)
     name = block.get("scheme", QuantizedCommConfig.model_fields["scheme"].default)
     if isinstance(name, str) and name in RENAMED:
-        name = RENAMED[name]
+        name = successor(name)
         block = {**block, "scheme": name}
     try:
         config = QuantizedCommConfig.model_validate(apply_preset(name, block))

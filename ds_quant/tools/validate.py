@@ -15,7 +15,7 @@ from typing import Any
 from ds_quant.codec.rules import range_of_width
 from ds_quant.config import environment, schema
 from ds_quant.config.environment import VARIABLE
-from ds_quant.config.presets import AUTOTUNE, renamed
+from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import (
     KEY,
     ConfigError,
@@ -85,9 +85,6 @@ def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     if arguments.env and environment.is_source(param_dict):
         verdict += f", block from {VARIABLE}"
     report = [verdict]
-    earlier_name = renamed(param_dict.get(KEY))
-    if earlier_name is not None:
-        report.append(earlier_name)
     report += _meaning(config, arguments, stage, itemsize, stock_reason)
     report += _node_shard(config, stage, itemsize, arguments)
     steps = _STAGES[stage]

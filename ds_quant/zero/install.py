@@ -34,8 +34,7 @@ from torch.distributed import PrefixStore
 from ds_quant import leftovers
 from ds_quant.config import environment
 from ds_quant.config.environment import VARIABLE
-from ds_quant.config.presets import renamed
-from ds_quant.config.schema import KEY, ConfigError
+from ds_quant.config.schema import ConfigError
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
 from ds_quant.runtime.handshake import StartError, plugin_store, wait_for_keys
@@ -76,9 +75,6 @@ def read_block(original: Callable[..., object], self: Config, param_dict: dict[s
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for lock in leftovers.idle_locks():
                 log.log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
-        sentence = renamed(param_dict.get(KEY))
-        if sentence:
-            _log_once(sentence)
     original(self, param_dict)
 
 

@@ -34,7 +34,7 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"scheme": "qw4"},
     {"scheme": "lossless", "gradients": {"enabled": True}},
     {"scheme": "eden3"},
-    {"scheme": "lossless_g3"},
+    {"scheme": "lossless_w_g3"},
 )
 
 

@@ -107,7 +107,7 @@ def faults(
 QUICK = [  # that make test runs
     (3, "sdp4bit", PREFETCH),
     (2, "sdp4bit", OFFLOAD),
-    (2, "lossless_g3", {}),
+    (2, "lossless_w_g3", {}),
 ]
 
 
@@ -116,7 +116,7 @@ QUICK = [  # that make test runs
     thinned(
         [
             (3, "sdp4bit", PREFETCH),
-            (3, "lossless_g3", PREFETCH),
+            (3, "lossless_w_g3", PREFETCH),
             (3, "qsdp", PREFETCH),
             (3, "eden3", PREFETCH),
             (3, "zeropp", PREFETCH),
@@ -126,7 +126,7 @@ QUICK = [  # that make test runs
             (3, "sdp4bit", SEPARATE_GRADIENTS),
             (3, "lossless_w_g3", SEPARATE_GRADIENTS),
             (2, "sdp4bit", {}),
-            (2, "lossless_g3", {}),
+            (2, "lossless_w_g3", {}),
             (2, "eden3", {}),
             (2, "sdp4bit", OFFLOAD),
         ],
@@ -144,7 +144,7 @@ def test_every_operation_knows_that_what_it_touches_is_done(
 # Of the rows make test takes those whose gradients go another way.
 QUICK_ROWS = "small gradient buckets", "`reduce_scatter: false`"
 ROWS = [(title, stage) for title, row in ALL_FEATURES.items() for stage in row.stages]
-OTHERS = "lossless_g3", "qsdp", "zeropp", "hybrid", "eden3", "full_precision", "sdp4bit"
+OTHERS = "lossless_w_g3", "qsdp", "zeropp", "hybrid", "eden3", "full_precision", "sdp4bit"
 # Each row with another scheme and number of micro-steps, in turn.
 IN_TURN = [
     (title, stage, OTHERS[place % len(OTHERS)], 1 + place % MICRO_STEPS)
@@ -199,21 +199,21 @@ AHEAD = Feature(zero=PREFETCH)
 # By title: scheme, feature, world, what else is in the block.
 WAYS: dict[str, tuple[str, Feature, str, dict[str, Any]]] = {
     "payload checksums": ("sdp4bit", AHEAD, "2x2", {"payload_checksum": True}),
-    "payload checksums, lossless": ("lossless_g3", AHEAD, "2x2", {"payload_checksum": True}),
+    "payload checksums, lossless": ("lossless_w_g3", AHEAD, "2x2", {"payload_checksum": True}),
     "compared copies": ("sdp4bit", AHEAD, "2x2", {"checksum_steps": 1}),
-    "compared copies, lossless": ("lossless_g3", AHEAD, "2x2", {"checksum_steps": 1}),
+    "compared copies, lossless": ("lossless_w_g3", AHEAD, "2x2", {"checksum_steps": 1}),
     "metrics": ("sdp4bit", AHEAD, "2x2", SAMPLED),
-    "metrics, lossless": ("lossless_g3", AHEAD, "2x2", SAMPLED),
+    "metrics, lossless": ("lossless_w_g3", AHEAD, "2x2", SAMPLED),
     "fallback": ("sdp4bit", AHEAD, "2x2", WATCHED),
     "learned levels": ("qsdp", AHEAD, "2x2", LEARNED),
     "warm-up": ("sdp4bit", AHEAD, "2x2", {"warmup_steps": 1}),
     "states off the device": ("sdp4bit", AWAY, "2x2", {}),
-    "states off the device, lossless": ("lossless_g3", AWAY, "2x2", {}),
+    "states off the device, lossless": ("lossless_w_g3", AWAY, "2x2", {}),
     "one node": ("sdp4bit", AHEAD, "1x4", {}),
     "one node, zeropp": ("zeropp", AHEAD, "1x4", {}),
     "one rank per node": ("sdp4bit", AHEAD, "4x1", WHOLE),
     "one rank per node, qsdp": ("qsdp", AHEAD, "4x1", {}),
-    "one rank per node, lossless": ("lossless_g3", AHEAD, "4x1", WHOLE),
+    "one rank per node, lossless": ("lossless_w_g3", AHEAD, "4x1", WHOLE),
 }
 QUICK_WAYS = [("states off the device", 3), ("one rank per node", 2)]
 
@@ -312,7 +312,7 @@ WRITTEN = {2: {"_differing": 1}, 3: {"written": 2}}
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(1, environment=OWN_GROUP)
 def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: int) -> None:
-    found, messages = waits(stage, {"scheme": "lossless_g3"})
+    found, messages = waits(stage, {"scheme": "lossless_w_g3"})
     assert messages > 3
     assert {name.rpartition(".")[2]: count for name, count in found.items()} == {
         "_agree": 1,  # the lengths

@@ -84,8 +84,11 @@ def commands() -> list[str]:
     text = "\n".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/install.md"))
     found = re.findall(r"(?:^|`)pip install ([^`\n#]+)", text, re.MULTILINE)
     install = (ROOT / "Makefile").read_text("utf-8").partition("\ndemo:")[0]
-    found += re.findall(r"-m pip install (?:--quiet )?(.+)", install)
-    found = [re.sub(r"\$\(.*?\)", "", arguments).strip() for arguments in found]
+    found += [
+        f"-c constraints.txt {arguments}"
+        for arguments in re.findall(r"^\t\$\(PIP_INSTALL\) (.+)", install, re.MULTILINE)
+    ]
+    found = [re.sub(r"\$\(.*?\) ?", "", arguments).strip() for arguments in found]
     return sorted({re.sub(r'(-e )?"?\.(\[[\w,]+\])?"?$', r"ds_quant\2", a) for a in found})
 
 
@@ -108,7 +111,7 @@ def resolve(arguments: str, index: Path) -> list[str]:
 
 
 def test_there_are_commands_with_and_without_constraints() -> None:
-    assert {"torch", "ds_quant", "ds_quant[cuda12]", "ds_quant[hf]"} <= set(commands())
+    assert {"torch", "ds_quant[deepspeed,cuda12]", "ds_quant[deepspeed,hf]"} <= set(commands())
     assert {"-c constraints.txt torch", "-c constraints.txt ds_quant[dev]"} <= set(commands())
 
 

@@ -13,7 +13,10 @@ import pytest
 import yaml
 
 import ds_quant
-from ds_quant.config.presets import preset_names
+from ds_quant._autoload import DISABLE_VARIABLE
+from ds_quant.config import environment
+from ds_quant.config.presets import RENAMED, RENAMED_UNTIL, preset_names
+from ds_quant.fsdp2.model import AttachedModel
 from ds_quant.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +161,7 @@ def test_changelog_begins_with_this_version() -> None:
 
 
 def test_citation_is_of_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "docs" / "CITATION.cff").read_text("utf-8"))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == ds_quant.__version__
     assert citation["license"] == "Apache-2.0" and citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= set(citation)
@@ -166,14 +169,64 @@ def test_citation_is_of_this_version() -> None:
     assert schemes <= set(preset_names())
 
 
-def test_public_ci_runs_what_this_repository_runs() -> None:
-    workflow = yaml.safe_load((ROOT / ".ci" / "github.yml").read_text("utf-8"))
-    (job,) = workflow["jobs"].values()
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert ".ci/run" in commands
-    targets = set(
-        re.findall(r"^([a-z-]+)[\w -]*:(?!=)", (ROOT / "Makefile").read_text("utf-8"), re.M)
-    )
-    for command in commands:
-        assert command == ".ci/run" or command.removeprefix("make ") in targets, command
-    assert commands.index("make install") == 0
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_commands_of_this_repository(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text("utf-8"))
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z-]+)[\w -]*:(?!=)", makefile, re.M))
+    for job in workflow["jobs"].values():
+        choices = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+        for choice in choices:
+            for step in job["steps"]:
+                command = step.get("run", "").replace(
+                    "${{ matrix.target }}", choice.get("target", "")
+                )
+                made = re.findall(r"^make ([a-z-]+)", command, re.M)
+                assert targets.issuperset(made), command
+
+
+def test_public_ci_runs_the_whole_check() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    commands = [step.get("run") for step in workflow["jobs"]["check"]["steps"]]
+    assert commands[-2:] == ["make install", ".ci/run"]
+
+
+def test_public_ci_tries_every_python_that_is_allowed() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    rows = workflow["jobs"]["check"]["strategy"]["matrix"]["include"]
+    assert [row["python"] for row in rows] == ["3.10", "3.11", "3.12", "3.13"]
+    assert "python_requires = >=3.10" in (ROOT / "setup.cfg").read_text("utf-8")
+
+
+def test_public_ci_tries_the_oldest_deepspeed_and_torch() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8")
+    settings = (ROOT / "setup.cfg").read_text("utf-8")
+    (deepspeed,) = re.findall(r"deepspeed>=([\d.]+)", settings)
+    (torch,) = re.findall(r"^    torch>=([\d.]+)", settings, re.M)
+    assert f"deepspeed=={deepspeed}" in workflow
+    assert f"torch=={torch}.*" in workflow
+
+
+PUBLIC = (ROOT / "docs" / "stability.md").read_text("utf-8")
+
+
+def test_the_promise_names_what_exists() -> None:
+    (row,) = [line for line in PUBLIC.splitlines() if line.startswith("| Python |")]
+    names = set(re.findall(r"`(\w+)`", row)) - {"attach"}
+    assert names >= {"detach", "state_dict", "found_nonfinite"}
+    for name in names:
+        assert hasattr(AttachedModel, name) or name == "step", name
+
+
+def test_the_promise_names_every_variable() -> None:
+    for variable in (environment.VARIABLE, environment.KILL_VARIABLE, DISABLE_VARIABLE):
+        assert f"`{variable}`" in PUBLIC
+
+
+def test_the_promise_lists_every_earlier_name() -> None:
+    for earlier, today in RENAMED.items():
+        assert f"`{earlier}`" in PUBLIC and f"`{today}`" in PUBLIC
+    assert f"| {RENAMED_UNTIL} |" in PUBLIC

@@ -1,8 +1,9 @@
-"""Send sums of gradients back to all nodes, the second half of an all-reduce between them.
+"""Send sums of gradients back to all nodes or ranks, the second half of an all-reduce.
 
-[Note: equal bits] A rank that has made a sum encodes it, and all nodes decode the same bytes, its
-own node too. So all replicas get gradients of equal bits, whatever the codec. Values are rotated
-anew: the signs of the reduction would make the errors of both halves depend on each other.
+[Note: equal bits] A rank that has made a sum encodes it, and all receivers decode the same bytes,
+the sender too. So all replicas get gradients of equal bits, whatever the codec. Over two levels the
+ranks of a node forward the bytes that they have received. Values are rotated anew: the signs of the
+reduction would make the errors of both halves depend on each other.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, BoundCodec, Rotation
 from ds_quant.codec.codec import Codec
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.message import pack, unpack
 from ds_quant.comm.reduction_plan import GradientSpec
-from ds_quant.comm.slots import lay_out
-from ds_quant.comm.transport import Communicator
+from ds_quant.comm.slots import lay_out, row_index
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.batch import Encode, Sum, Task
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import round_up
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of one gradient, summed by one node.
+    """Consecutive elements of one gradient, summed by one rank.
 
-    node: index of the node whose rank has the sum.
+    sender: index in the communicator of the rank that has the sum.
     gradient: index of its spec and codec.
     numel: elements.
     first: its first element in the gradient, by which random bits are addressed.
     source: its first element in the sums of that rank.
-    target: its first element in the result, on all nodes.
+    target: its first element in the result, on all receivers.
     """
 
-    node: int
+    sender: int
     gradient: int
     numel: int
     first: int
@@ -43,11 +45,11 @@ class Piece(NamedTuple):
 
 
 class ReturnedSums:
-    """An all-gather of encoded sums between nodes, planned once. See [Note: equal bits].
+    """An all-gather of encoded sums, planned once. See [Note: equal bits].
 
-    pieces: of all nodes, in the order of a message.
+    pieces: of all senders, in the order of a message.
     specs: of every gradient, with the one codec of this hop.
-    communicator: the ranks of all nodes that share the result.
+    communicator: the ranks that share the result, over one level or two.
 
     nbytes: of a message. encode: makes it of the sums. decode: makes the result of all messages.
     """
@@ -56,24 +58,26 @@ class ReturnedSums:
         self,
         pieces: Sequence[Piece],
         specs: Sequence[GradientSpec],
-        communicator: Communicator,
+        communicator: Communicator | HierarchicalCommunicator,
     ) -> None:
         self._communicator = communicator
-        rows: list[list[Piece]] = [[] for _ in range(communicator.size)]  # by node
+        ranks, node_size = communicator.size, communicator.node_size
+        rows: list[list[Piece]] = [[] for _ in range(ranks)]  # by sender
         for piece in pieces:
-            rows[piece.node].append(piece)
+            rows[piece.sender].append(piece)
         layouts = [lay_out(_size(piece, specs) for piece in row) for row in rows]
         self.nbytes = max(nbytes for _, nbytes in layouts)
         encode: list[Task] = []
         decode: list[Task] = []
-        for row, (slots, _) in zip(rows, layouts, strict=True):
+        for sender, (row, (slots, _)) in enumerate(zip(rows, layouts, strict=True)):
+            row_start = row_index(sender, ranks, node_size) * self.nbytes
             for piece, slot in zip(row, slots, strict=True):
                 if piece.numel == 0:
                     continue
                 spec = specs[piece.gradient]
-                if piece.node == communicator.rank:
+                if sender == communicator.rank:
                     encode.append(_encode_task(piece, spec, slot))
-                decode.append(_decode_task(piece, spec, piece.node * self.nbytes + slot))
+                decode.append(_decode_task(piece, spec, row_start + slot))
         self.encode = Operations(encode)
         self.decode = Operations(decode)
 
@@ -83,8 +87,12 @@ class ReturnedSums:
         output: Tensor,
         bound_codecs: Sequence[BoundCodec],
         rotations: Sequence[Rotation | None],
-    ) -> None:
-        """Fill ``output`` with the sums of all nodes, equal bits on all of them.
+    ) -> Pending[None]:
+        """Begin to fill ``output`` with the sums of all senders, equal bits on all receivers.
+
+        1. Encode this rank's sums.
+        2. Post the all-gather.
+        3. When the result is waited for, decode the messages of all senders.
 
         sums: (elements,) fp32, those that this rank has made.
         output: (elements,) of the dtype of the result.
@@ -92,12 +100,17 @@ class ReturnedSums:
         """
         communicator = self._communicator
         if self.nbytes == 0:  # shards without elements
-            return
+            return Pending(lambda: None)
         rng_state = RngState(bound_codecs, rotations)
         wire = pack(communicator, "gradients", self.nbytes, self.encode, [sums], rng_state)
-        received = communicator.all_gather(wire, role="gradients").wait()
-        buffers = [received, output, sums]
-        unpack(communicator, "gradients", self.decode, buffers, rng_state)
+        gather = communicator.all_gather(wire, role="gradients")
+        unused = sums[:0]
+
+        def decoded() -> None:
+            buffers = [gather.wait(), output, unused]
+            unpack(communicator, "gradients", self.decode, buffers, rng_state)
+
+        return Pending(decoded)
 
 
 def _size(piece: Piece, specs: Sequence[GradientSpec]) -> tuple[Codec, int]:

@@ -1,14 +1,15 @@
-"""The block in an environment variable, for DeepSpeed configs that a framework writes."""
+"""The block as a front finds it: given by the program, or in an environment variable."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_quant.config import schema
-from ds_quant.config.errors import KEY, ConfigError, did_you_mean, show
+from ds_quant.config.errors import KEY, ConfigError, did_you_mean, misplaced_block, show
 from ds_quant.config.presets import AUTOTUNE, RENAMED, preset_names
 from ds_quant.config.schema import QuantizedCommConfig
 
@@ -68,3 +69,43 @@ def read(source: str) -> object:
     if isinstance(block, dict) and KEY in block:
         return block[KEY]
     return block
+
+
+def block_of(given: Mapping[str, Any] | str | Path | None) -> QuantizedCommConfig | None:
+    """Parse the block that ``attach`` was given: an object, a text or file; None: the variable's.
+
+    Returns:
+        None if there is no block or a disabled one, see ``reason_of_no_block``.
+
+    Raises:
+        ConfigError
+    """
+    source: object = given
+    origin = ""
+    if given is None:
+        if not is_set():
+            return None
+        source = os.environ[VARIABLE]
+        origin = f"{VARIABLE}: "
+    try:
+        if isinstance(source, (str, Path)):
+            source = read(str(source))
+        if isinstance(source, Mapping):
+            source = dict(source)
+            if KEY in source:
+                source = source[KEY]
+            elif problems := misplaced_block(source):
+                raise ConfigError(*problems)
+        config = schema.parse_block(source)
+    except ConfigError as error:
+        if not origin:
+            raise
+        raise ConfigError(*[origin + problem for problem in error.problems]) from None
+    return config if config.enabled else None
+
+
+def reason_of_no_block(given: object) -> str:
+    """Return the reason why ``block_of`` has returned None."""
+    if given is None and not is_set():
+        return f"no block was given and {VARIABLE} is not set: nothing is quantized"
+    return "enabled=false: nothing is quantized"

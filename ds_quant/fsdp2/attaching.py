@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
 from ds_quant.config import environment
-from ds_quant.config.environment import KILL_VARIABLE, VARIABLE
-from ds_quant.config.errors import KEY, ConfigError, misplaced_block, show
+from ds_quant.config.environment import KILL_VARIABLE
+from ds_quant.config.errors import KEY, ConfigError, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.fsdp2 import torch_names
-from ds_quant.fsdp2.inactive import InactiveFront
 from ds_quant.fsdp2.model import STAGE, AttachedModel
 from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
 from ds_quant.fsdp2.sharded_module import (
@@ -37,7 +34,8 @@ from ds_quant.policy.autotune import Work
 from ds_quant.policy.route import Routes
 from ds_quant.runtime import log
 from ds_quant.runtime.fallback import kill_file
-from ds_quant.runtime.handshake import handshake
+from ds_quant.runtime.handshake import handshake, model_digest
+from ds_quant.runtime.inactive import InactiveFront
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import announce
@@ -77,9 +75,9 @@ def attach(
         StartError: ranks with other settings or without this call.
         RuntimeError: the model is attached already.
     """
-    config = _parse(block)
+    config = environment.block_of(block)
     if config is None:
-        return InactiveFront(_reason_of_no_block(block))
+        return InactiveFront(environment.reason_of_no_block(block))
     if front_of(model) is not None:
         raise RuntimeError(
             f"{KEY}: this model is attached already: call detach() of its front first"
@@ -197,44 +195,7 @@ def resync(model: nn.Module) -> None:
         front.resync()
 
 
-# ---- the block ----
-
-
-def _parse(block: Mapping[str, Any] | str | Path | None) -> QuantizedCommConfig | None:
-    """Parse the block as a dict, from a text or file, or from the environment.
-
-    Raises:
-        ConfigError
-    """
-    source: object = block
-    origin = ""
-    if block is None:
-        if not environment.is_set():
-            return None
-        source = os.environ[VARIABLE]
-        origin = f"{VARIABLE}: "
-    try:
-        if isinstance(source, (str, Path)):
-            source = environment.read(str(source))
-        if isinstance(source, Mapping):
-            source = dict(source)
-            if KEY in source:
-                source = source[KEY]
-            elif problems := misplaced_block(source):
-                raise ConfigError(*problems)
-        config = parse_block(source)
-    except ConfigError as error:
-        if not origin:
-            raise
-        raise ConfigError(*[origin + problem for problem in error.problems]) from None
-    return config if config.enabled else None
-
-
-def _reason_of_no_block(block: object) -> str:
-    """Say why nothing is quantized."""
-    if block is None and not environment.is_set():
-        return f"no block was given and {VARIABLE} is not set: nothing is quantized"
-    return "enabled=false: nothing is quantized"
+# ---- refusals ----
 
 
 def _refuse(config: QuantizedCommConfig, mesh: Mesh) -> None:
@@ -294,7 +255,7 @@ def _shake_hands(model: nn.Module, config: QuantizedCommConfig, mesh: Mesh) -> T
             "front": "fsdp2",
             "torch": torch.__version__.partition("+")[0],
             "mesh": f"{mesh.replicas} x {mesh.shards}",
-            "parameters": _digest(model),
+            "parameters": model_digest(model),
             # All ranks must vote, or none: a vote of some would hang.
             KILL_VARIABLE: "unset" if kill_file() is None else "set",
         },
@@ -323,12 +284,6 @@ def _shake_hands(model: nn.Module, config: QuantizedCommConfig, mesh: Mesh) -> T
             config, world=world, node_size=topology.node_size, model_bytes=model_bytes, fsdp2=True
         )
     return topology
-
-
-def _digest(model: nn.Module) -> str:
-    """Return the number of parameters, and a checksum of their names, shapes and training."""
-    listed = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
-    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})"
 
 
 def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
-from ds_quant.config.errors import KEY
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.runtime.partial_sums import PartialSumsMemory
 from ds_quant.runtime.plan_cache import PlanCache
@@ -59,18 +56,3 @@ class Context:
             in_place=self.replicas == 1,
         )
         return self._gradient_sums.add(key, sums)
-
-    def refuse_capture(self) -> None:
-        """Refuse to run while a CUDA graph is captured.
-
-        Raises:
-            RuntimeError: a replay would run none of the Python code that draws random bits, counts
-                steps and checks messages.
-        """
-        if self.run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{KEY}: a CUDA graph is captured here, and its replays would repeat one random "
-                "rounding and skip all checks: capture no forward, backward or optimizer step of "
-                "this model (torchtitan: leave cudagraphs out of --compile; torch.compile: no "
-                'mode="reduce-overhead" and no "max-autotune"), or leave the block out'
-            )

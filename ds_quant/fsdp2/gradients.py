@@ -36,19 +36,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, Rotation
-from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.slots import row_vector
-from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_tensors_last
+from ds_quant.comm.small_tensors import is_tight, small_tensors_last
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.torch_names import FsdpParam, ReduceScatter
 from ds_quant.kernels.wire import shard_range
-from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
+from ds_quant.runtime.param import (
+    GradientCodecs,
+    Param,
+    bind,
+    full_precision_gradient,
+    tight_if_small,
+)
 from ds_quant.runtime.plan_cache import PlanCache
 
 
@@ -176,7 +181,7 @@ class QuantizedReduceScatter(ReduceScatter):
         of which padding stays as it is  2. with replicas exchange the sums between all nodes.
         Before the last backward: 1. reduce inside the node  2. return zeros.
         """
-        self._context.refuse_capture()
+        self._run.refuse_capture()
         if not self._sharded.reduces:
             self._run.world.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
             return self._own(output_tensor, input_tensor, group, op, async_op)
@@ -337,8 +342,8 @@ class QuantizedReduceScatter(ReduceScatter):
             partial_sums=values,
         ).wait()
         if plan.returned is not None:
-            codecs, signs = _bound(plan.returned_codecs, step, step)
-            plan.returned.send(total, output, [bound for (bound,) in codecs], signs)
+            codecs, signs = bind(plan.returned_codecs, step, step)
+            plan.returned.send(total, output, [bound for (bound,) in codecs], signs).wait()
 
     def _add(self, other: _PartialSums, plan: _Plan, output: Tensor) -> None:
         """Reduce partial sums of other parameters than those of ``plan``, and add them to its row.
@@ -403,7 +408,7 @@ class QuantizedReduceScatter(ReduceScatter):
         """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
         # One pattern of signs for all backwards whose rotated values are added up.
         signs_step = self._run.step << 24 if self._context.defers_inter_node else step
-        return _bound(plan.gradient_codecs, step, signs_step)
+        return bind(plan.gradient_codecs, step, signs_step)
 
     # ---- plans ----
 
@@ -446,14 +451,14 @@ class QuantizedReduceScatter(ReduceScatter):
             codecs = full_precision_gradient(dtype, hops)
         else:
             codecs = param.gradient_codecs(dtype, rank=self._run.world.hierarchy.rank, hops=hops)
-        return _tight_if_small(param, codecs, dtype)
+        return tight_if_small(param, codecs, dtype)
 
     def _returned_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
         if full:
             codecs = full_precision_gradient(dtype, 1)
         else:
             codecs = param.returned_codecs(dtype, rank=self._run.world.hierarchy.rank)
-        return _tight_if_small(param, codecs, dtype)
+        return tight_if_small(param, codecs, dtype)
 
     def _returned(
         self,
@@ -464,15 +469,15 @@ class QuantizedReduceScatter(ReduceScatter):
     ) -> ReturnedSums:
         """Plan the way back of this rank's row, in the order of the segments."""
         run = self._run
-        inter = run.world.hierarchy.inter
-        assert inter is not None  # several nodes of several ranks
+        nodes = run.world.returning
+        assert nodes is not None  # several nodes of several ranks
         row_start = run.world.shards.rank * rows.row_numel
         pieces = []
         for index, segment in enumerate(segments):
             node, local = divmod(segment.reducer, run.topology.node_size)
             if local == run.world.shards.rank:
                 piece = Piece(
-                    node=node,
+                    sender=node,
                     gradient=segment.gradient,
                     numel=segment.numel,
                     first=segment.first,
@@ -480,7 +485,7 @@ class QuantizedReduceScatter(ReduceScatter):
                     target=segment.start - row_start,
                 )
                 pieces.append(piece)
-        return ReturnedSums(pieces, specs, inter)
+        return ReturnedSums(pieces, specs, nodes)
 
     def _segments(
         self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
@@ -535,19 +540,3 @@ class QuantizedReduceScatter(ReduceScatter):
                         )
                     )
         return segments
-
-
-def _tight_if_small(param: Param, codecs: GradientCodecs, dtype: torch.dtype) -> GradientCodecs:
-    """Return codecs without padding for a small tensor in full precision."""
-    is_small = param.shape.numel() <= SMALL_NUMEL
-    if is_small and isinstance(codecs.spec.codecs[-1], CastCodec):
-        return full_precision_gradient(dtype, len(codecs.hops), tight=True)
-    return codecs
-
-
-def _bound(
-    gradient_codecs: Sequence[GradientCodecs], step: int, signs_step: int
-) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
-    """Return the codecs of every gradient on all hops, and its rotation."""
-    bound = [codecs.bound_codecs(step, signs_step) for codecs in gradient_codecs]
-    return [codecs for codecs, _ in bound], [rotation for _, rotation in bound]

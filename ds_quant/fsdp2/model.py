@@ -27,7 +27,6 @@ from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.notices import weights_in_full
 from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.sharded_module import Mesh, ShardedModule, gathered_by_fsdp, sharded_modules
-from ds_quant.fsdp2.telemetry import Telemetry
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.cost import CommVolume, ParamSpec
 from ds_quant.policy.memory import Sizes
@@ -41,6 +40,7 @@ from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
 from ds_quant.runtime.start_line import LineParts, start_line
+from ds_quant.runtime.telemetry import StepTelemetry
 from ds_quant.runtime.warmup import MessageKinds
 from ds_quant.runtime.written_weights import UnequalSteps
 
@@ -124,7 +124,7 @@ class AttachedModel:
             )
             for sharded in modules
         ]
-        self._telemetry: Telemetry | None = None
+        self._telemetry: StepTelemetry | None = None
         self._fallback: Fallback | None = None
         self._has_unchecked_messages = False
         self._undo: list[Undo] | None = None  # of ``connect``; None while nothing is attached
@@ -150,7 +150,7 @@ class AttachedModel:
 
     def write_metrics(self, settings: MetricsConfig) -> None:
         """Write metrics of later steps."""
-        self._telemetry = Telemetry(self.run, settings)
+        self._telemetry = StepTelemetry(self.run, settings)
         self._telemetry.arm()
 
     def fall_back(self, settings: FallbackConfig) -> None:
@@ -231,7 +231,7 @@ class AttachedModel:
             RuntimeError: gradients wait for a backward that was declared the last one, or were
                 written before it; or a message arrived corrupted on any rank.
         """
-        self.context.refuse_capture()
+        self.run.refuse_capture()
         self._require_no_partial_sums("the optimizer steps")
         self._require_unwritten_gradients()
         self._require_own_collectives()

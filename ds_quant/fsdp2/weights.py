@@ -79,7 +79,7 @@ class QuantizedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather rows, (row,), to ``output_tensor``, (ranks * row,), decoded."""
-        self._context.refuse_capture()
+        self._context.run.refuse_capture()
         self._context.before_gather(self._sharded)
         if self._sharded.fsdp_gathers:
             self._context.run.world.shards.flat.count_ring(output_tensor.nbytes, role="weights")

@@ -45,6 +45,7 @@ NUMEL_GPU = 1 << 22
 MOST_NUMEL_GPU = 1 << 26  # if messages are short and memory allows it
 _SHORT_SECONDS = 0.01  # of a message; a fixed cost of 0.2 ms is 2 % of it
 _BYTES = 24  # per element: the timed values and all buffers that are made of them
+_GROUP = 128  # elements: Gaussian levels are for whole groups
 _ADDRESS = Address(key=0, step=0)
 
 
@@ -95,7 +96,29 @@ def step_seconds(
         seconds = _seconds(make, work.bucket, most_numel, device)
         total += _times(hop, work) * share * work.trained * seconds
         share /= communicator.size
-    return total
+    return total + _returned_seconds(routes, hierarchy, work, device)
+
+
+def _returned_seconds(
+    routes: Routes, hierarchy: HierarchicalCommunicator, work: Work, device: torch.device
+) -> float:
+    """Return the seconds of a step's sums on their way back to all ranks. A collective."""
+    route = routes.gradients()
+    if route.returned is None:
+        return 0.0
+    communicator: Communicator | HierarchicalCommunicator = hierarchy
+    if route.forwarded is None:
+        communicator = _communicator_of(hierarchy, route.returned.level)
+    whole_groups = _GROUP * communicator.size
+
+    returned = route.returned
+
+    def make(numel: int) -> Callable[[], object]:
+        numel = round_up(numel, whole_groups)
+        return _gather(returned, communicator, numel, dtype=work.gradients, device=device)
+
+    seconds = _seconds(make, work.bucket, _most_numel(device), device)
+    return _times(returned, work) * work.trained * seconds
 
 
 def _communicator_of(hierarchy: HierarchicalCommunicator, level: Level) -> Communicator:

@@ -42,8 +42,8 @@ class ParamSpec(NamedTuple):
         all-reduces: a matrix that Muon updates and that lies on several ranks.
     boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step, with
         padding.
-    stock_weights, stock_gradients: True if FSDP2 gathers its weights or reduces its gradients
-        itself.
+    stock_weights, stock_gradients: True if FSDP2 or DDP gathers its weights or reduces its
+        gradients itself.
     """
 
     name: str
@@ -64,6 +64,7 @@ class CommVolume:
     numel: elements of the model.
     weights: one exchange of all weights between nodes, or one gather over all ranks.
     gradients: one reduction of all gradients between nodes, or over all ranks.
+    returned: the part of ``gradients`` that sums take on their way back to all nodes or ranks.
     summed: one reduction of the gradients that DeepSpeed all-reduces itself, in every micro-step.
     boundary: gathers of DeepSpeed for Muon, in full precision, once per optimizer step.
     weights_intra: one gather from the node shard.
@@ -81,6 +82,7 @@ class CommVolume:
     numel: int
     weights: float
     gradients: float
+    returned: float = 0.0
     summed: float = 0.0
     boundary: float = 0.0
     weights_intra: float = 0.0
@@ -211,6 +213,7 @@ class _Totals:
     weights_most: int = 0
     weights_intra: int = 0
     gradients: int = 0
+    returned: int = 0
     gradients_intra: int = 0
     summed: int = 0
     boundary: float = 0
@@ -232,6 +235,7 @@ def comm_volume(
 ) -> CommVolume:
     """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
 
+    gradient_dtype: in which gradients are reduced; under stage 0 it is that of each parameter.
     node_size: ranks per node, None for one node.
     stock_gradients: True if gradients take DeepSpeed's own full-precision all-reduce.
     replicas: True if every node holds a replica, see ``Routes``.
@@ -251,7 +255,7 @@ def comm_volume(
     for spec in param_specs:
         if stage < 3 and not spec.trainable:
             continue
-        reason = _kept_reason(scheme, spec)
+        reason = _kept_reason(routes, spec)
         if reason is not None:
             kept[reason] += 1
         elif spec.needs_full_gradient:
@@ -266,6 +270,7 @@ def comm_volume(
         numel=totals.numel,
         weights=totals.weights / numel,
         gradients=totals.gradients / numel,
+        returned=totals.returned / numel,
         summed=totals.summed / numel,
         boundary=totals.boundary / numel,
         weights_intra=totals.weights_intra / numel,
@@ -287,13 +292,17 @@ def _add_param(
     """Add the bytes of one parameter, in all roles, to the totals."""
     numel = torch.Size(spec.shape).numel()
     totals.numel += numel
-    _add_weights(totals, routes, spec, numel)
+    if routes.sends_weights:
+        _add_weights(totals, routes, spec, numel)
     if not spec.trainable:
         return
     totals.trained_numel += numel
+    if routes.stage == 0:
+        gradient_dtype = spec.dtype
     if spec.stock_gradients:
-        totals.summed += numel * spec.dtype.itemsize
-        totals.full_precision += numel * spec.dtype.itemsize
+        passes = 2 if routes.stage == 0 else 1  # an all-reduce, a reduce-scatter
+        totals.summed += passes * numel * spec.dtype.itemsize
+        totals.full_precision += passes * numel * spec.dtype.itemsize
         return
     _add_gradients(totals, routes, spec, numel, gradient_dtype)
     if not spec.needs_full_gradient:
@@ -303,10 +312,11 @@ def _add_param(
     totals.full_precision += boundary
 
 
-def _kept_reason(scheme: Scheme, spec: ParamSpec) -> str | None:
+def _kept_reason(routes: Routes, spec: ParamSpec) -> str | None:
     """Return why a parameter stays in full precision in a role that has a codec, or None."""
+    scheme = routes.scheme
     reason = scheme.skip_reason(spec.name, spec.shape, spec.dtype, packed=spec.packed)
-    if not scheme.lossless or spec.dtype not in FLOATS:
+    if not (scheme.lossless and routes.sends_weights) or spec.dtype not in FLOATS:
         return reason
     if not scheme.sends_lossless(spec.dtype):
         return "fp32 weights"
@@ -359,13 +369,16 @@ def _add_gradients(
         else:
             totals.gradients += nbytes
         return
-    hops = route.hops if route.returned is None else (*route.hops, route.returned)
-    for hop in hops:
+    for hop in (*route.hops, route.returned, route.forwarded):
+        if hop is None:
+            continue
         nbytes = _hop_bytes(routes, route, hop, numel, dtype)
         if hop.level == "intra":
             totals.gradients_intra += nbytes
             continue
         totals.gradients += nbytes
+        if hop is route.returned:
+            totals.returned += nbytes
         if hop.is_full_precision:
             totals.full_precision += nbytes
 
@@ -388,10 +401,12 @@ def stock_bytes(
     trained: float = 1,
 ) -> float:
     """Return the volume of DeepSpeed without the plugin, which all-reduces gradients under ZeRO-1
-    and 2. Bytes per parameter and optimizer step.
+    and 2; of DDP under stage 0. Bytes per parameter and optimizer step.
     """
     if stage == 3:
         return (gathers + trained) * dtype.itemsize * micro_steps
+    if stage == 0:
+        return 2.0 * dtype.itemsize * micro_steps
     return dtype.itemsize * (1.0 + 2.0 * (micro_steps if stage == 2 else 1))
 
 

@@ -3,7 +3,8 @@
 [Note: counted buffers] Buffers of one rank that DeepSpeed alone would not have, without the memory
 that a scheme keeps between steps.
 Gradients: the messages of a bucket on every hop, fp32 copies of the own contributions and the fp32
-sums. Under ZeRO-1/2 a rank may own all of a bucket, whose sums are then delivered.
+sums. Under ZeRO-1/2 a rank may own all of a bucket, whose sums are then delivered. Under DDP a
+bucket is sent in runs: while one is on its way out, the sums of the run before go back.
 Weights under ZeRO-1/2: two windows of ``allgather_bucket_size``, one being decoded and one in
 flight. Under ZeRO-3: the message of the largest gather, and the messages in flight into the node
 shard.
@@ -28,7 +29,8 @@ class Sizes:
 
     trained: of all trained parameters. largest: of the largest parameter.
     bucket, window, prefetch: DeepSpeed's reduce_bucket_size, allgather_bucket_size and
-        stage3_prefetch_bucket_size.
+        stage3_prefetch_bucket_size. bucket under DDP: a run, the part of a bucket that is sent
+        together.
     under_way: buckets in flight at once.
     offloaded: True if the node shard is in host memory; a gather then copies its rows.
     exchanged_at_once: True if all own weights are in flight into the node shard at once.
@@ -67,17 +69,20 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
     nodes = routes.nodes
     node_size = routes.node_size
     bucket = min(trained, max(sizes.bucket, sizes.largest))
-    # Bytes per element on the last and on the first hop.
-    last_hop = comm_volume.gradients * comm_volume.numel / trained
+    # Bytes per element on the way back, on the last and on the first hop.
+    returned = 0.0
+    if routes.stage == 0:
+        returned = comm_volume.returned * comm_volume.numel / trained
+    last_hop = comm_volume.gradients * comm_volume.numel / trained - returned
     first_hop = last_hop
     if routes.two_levels:
-        first_hop = comm_volume.gradients_intra * comm_volume.numel / trained
+        first_hop = comm_volume.gradients_intra * comm_volume.numel / trained - returned
     # Most elements of the bucket that one rank owns, and that one rank sums: evenly over the ranks
     # or, under ZeRO-1/2, over those of one node.
     even = bucket / ranks
-    owned = even if routes.stage == 3 else min(bucket, trained / ranks)
+    owned = min(bucket, trained / ranks) if routes.stage in (1, 2) else even
     summed = even
-    if routes.stage < 3 and routes.two_levels:
+    if routes.stage in (1, 2) and routes.two_levels:
         summed = min(bucket, trained / nodes) / node_size
     if routes.two_levels:
         near = 1 - 1 / node_size
@@ -94,7 +99,7 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
     if owned > summed:  # delivered in 8 bits at least
         sums += summed * FP32_BYTES + (owned + summed) * max(1.0, last_hop)
     buckets = min(sizes.under_way, ceil_div(trained, bucket))
-    return buckets * (messages + sums)
+    return buckets * (messages + sums) + returned * bucket * (1 + _forwarded_share(comm_volume))
 
 
 def _window(comm_volume: CommVolume, sizes: Sizes) -> float:

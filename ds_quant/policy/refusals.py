@@ -269,9 +269,13 @@ def refuse_full_replica(
 
 
 def can_start(config: QuantizedCommConfig, *, stage: int, world: int, node_size: int) -> bool:
-    """Return True if start-up accepts the block under a stage and on nodes of a size."""
+    """Return True if start-up accepts the block under a stage and on nodes of a size.
+
+    stage: 0 for DDP, which takes every block.
+    """
     try:
-        config.validate_stage(stage)
+        if stage > 0:
+            config.validate_stage(stage)
         if stage == 3:
             refuse_full_replica(config, world=world, node_size=node_size, model_bytes=None)
     except ConfigError:

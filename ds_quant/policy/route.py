@@ -5,8 +5,8 @@ level  the ranks of one exchange: "intra" (of a node), "inter" (of equal local r
 hop    one exchange of a collective on one level, with its codec
 route  the hops of one collective
 
-The decision is made only here; communication (zero), prices (cost, memory, autotune) and the
-compilation of kernels (zero/warmup.py) read it. It depends on facts that all ranks share, so the
+The decision is made only here; communication (the fronts), prices (cost, memory, autotune) and the
+compilation of kernels (runtime/warmup.py) read it. It depends on facts that all ranks share, so the
 ranks agree without communication.
 """
 
@@ -78,8 +78,10 @@ class Route:
     flips: 0 for no sign flips, 1 for the same signs on all ranks, OWN_SIGNS for signs of every
         sender of the last hop.
     delivery: of gradients under ZeRO-1 and 2, sends sums to an owner that did not add them up.
-    returned: of gradients with a replica in every node, sends the sums back to all nodes, rotated
-        anew.
+    returned: of gradients with a replica in every node or on every rank, sends the sums back,
+        rotated anew.
+    forwarded: of gradients with a replica on every rank and two levels, forwards the returned sums
+        inside the node, still encoded.
     """
 
     hops: tuple[Hop, ...]
@@ -87,6 +89,7 @@ class Route:
     flips: int = 0
     delivery: Hop | None = None
     returned: Hop | None = None
+    forwarded: Hop | None = None
 
     @property
     def is_full_precision(self) -> bool:
@@ -103,6 +106,8 @@ class Route:
 class Routes:
     """The routes of one run.
 
+    stage: of ZeRO; 0 without sharding (DDP): every rank holds the model, no weights are sent, and
+        all ranks get the sums of gradients.
     stock_gradients: True if gradients take DeepSpeed's own collective.
     replicas: True if every node holds a replica of the model, sharded over its ranks (HSDP): no
         weights are sent between nodes, and all nodes get the sums of gradients.
@@ -125,6 +130,11 @@ class Routes:
         return self.nodes > 1 and self.node_size > 1
 
     @property
+    def sends_weights(self) -> bool:
+        """Return True unless every rank updates all weights itself."""
+        return self.stage > 0
+
+    @property
     def keeps_shard(self) -> bool:
         """Return True if every node keeps a copy of the weights, split over its ranks."""
         keeps = self.stage == 3 and self.scheme.block.keeps_node_shard
@@ -145,6 +155,8 @@ class Routes:
         trained: False for frozen weights.
         full_world: True if the parameter's ranks are the world.
         """
+        if not self.sends_weights:
+            return Route(hops=())
         codec: Codec | None = None
         intra_codec: Codec | None = None
         if quantized:
@@ -225,19 +237,22 @@ class Routes:
         else:
             hops = (self._flat_gradients(codec, intra_codec),)
         delivery = self._delivery(hops[-1])
-        returned = None
-        if self.replicas:
+        returned = forwarded = None
+        if self.replicas or self.stage == 0:
             bits = self.scheme.block.gradients.bits_of_returned_sums
-            returned = Hop(level="inter", codec=_of_width(codec, bits), per=hops[-1].per)
+            last = hops[-1]
+            returned = Hop(level=last.level, codec=_of_width(codec, bits), per=last.per)
+        if self.stage == 0 and returned is not None and returned.level == "inter":
+            forwarded = replace(returned, level="intra", forwards=True)
         block = 0 if codec is None else self.scheme.block.gradients.rotation
-        if not block:
-            return Route(hops=hops, delivery=delivery, returned=returned)
+        rotation = Rotation(block=block) if block else None
         return Route(
             hops=hops,
-            rotation=Rotation(block=block),
-            flips=self._flips(),
+            rotation=rotation,
+            flips=self._flips() if block else 0,
             delivery=delivery,
             returned=returned,
+            forwarded=forwarded,
         )
 
     def _two_level_gradients(
@@ -261,7 +276,8 @@ class Routes:
         return intra_node, inter_node
 
     def _flat_gradients(self, codec: Codec | None, intra_codec: Codec | None) -> Hop:
-        one_node = self.nodes == 1
+        # Of a DDP model on one node the slow link is inside the node.
+        one_node = self.nodes == 1 and self.stage > 0
         return Hop(
             level="flat",
             codec=intra_codec if one_node else codec,
@@ -284,7 +300,7 @@ class Routes:
         return int(bool(rotation_signs))
 
     def _delivery(self, last: Hop) -> Hop | None:
-        if self.stage == 3:
+        if self.stage in (0, 3):  # the ranks that sum are those that need the sums
             return None
         return Hop(level="flat", codec=delivery_codec(last.codec), per=last.per)
 

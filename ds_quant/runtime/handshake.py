@@ -9,10 +9,12 @@ hang the others.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypedDict
 
+from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
@@ -191,6 +193,12 @@ def named(ranks: Sequence[int]) -> str:
     noun = "ranks" if len(ranks) > 1 else "rank"
     others = " and others" if len(runs) > _SHOWN else ""
     return f"{noun} {shown}{others}"
+
+
+def model_digest(model: nn.Module) -> str:
+    """Return the number of parameters, and a checksum of their names, shapes and training."""
+    listed = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
+    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})"
 
 
 # ---- the handshake ----

@@ -21,13 +21,14 @@ from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.codec.levels import merge_levels, update_levels
 from ds_quant.comm.node_rows import ShardRows
 from ds_quant.comm.reduction_plan import GradientSpec
+from ds_quant.comm.small_tensors import SMALL_NUMEL
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.route import Hop, Route, Routes
 from ds_quant.policy.scheme import Scheme
 
-# Hop numbers in random keys: the sign flips of a rotation, and sums on their way back to all nodes.
+# Hop numbers in random keys: the sign flips of a rotation, and sums on their way back.
 _SIGNS = 99
 _RETURNED, _RETURNED_SIGNS = 97, 98
 
@@ -143,7 +144,7 @@ class Param:
     name: str
     shape: torch.Size
     trained: bool
-    tensor: Any  # DeepSpeed's ZeroParameter, or a DTensor of FSDP2
+    tensor: Any  # DeepSpeed's ZeroParameter, a DTensor of FSDP2, or a plain parameter
     routes: Routes
     packed: bool = False
     needs_full_gradient: bool = False
@@ -216,13 +217,13 @@ class Param:
         return self._gradients[key]
 
     def returned_codecs(self, dtype: torch.dtype, *, rank: int) -> GradientCodecs:
-        """Return the codec with which ``rank`` sends sums back to all nodes, as one hop.
+        """Return the codec with which ``rank`` sends sums back to all nodes or ranks, as one hop.
 
         Its rotation has other signs than that of the reduction, so that the errors of the two are
         independent.
         """
         route = self.routes.gradients(quantized=self.is_quantized(dtype))
-        assert route.returned is not None  # with a replica in every node
+        assert route.returned is not None  # with a replica in every node or on every rank
         codec = route.returned.codec
         if codec is None:
             return full_precision_gradient(dtype, 1)
@@ -300,6 +301,25 @@ class Param:
             rank=rank_number,
             hop=hop,
         )
+
+
+# ---- gradients of a message ----
+
+
+def tight_if_small(param: Param, codecs: GradientCodecs, dtype: torch.dtype) -> GradientCodecs:
+    """Return codecs without padding for a small tensor in full precision."""
+    is_small = param.shape.numel() <= SMALL_NUMEL
+    if is_small and isinstance(codecs.spec.codecs[-1], CastCodec):
+        return full_precision_gradient(dtype, len(codecs.hops), tight=True)
+    return codecs
+
+
+def bind(
+    gradient_codecs: Sequence[GradientCodecs], step: int, signs_step: int
+) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
+    """Return the codecs of every gradient on all hops, and its rotation."""
+    bound = [codecs.bound_codecs(step, signs_step) for codecs in gradient_codecs]
+    return [codecs for codecs, _ in bound], [rotation for _, rotation in bound]
 
 
 # ---- learned levels ----

@@ -19,6 +19,7 @@ from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator, carries
+from ds_quant.config.errors import KEY
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import CommVolume, comm_volume
 from ds_quant.policy.memory import peak_bytes
@@ -69,11 +70,13 @@ class Level:
     hierarchy: all of them. shards: those that share one copy of the weights; the same without
         replicas.
     hops: of a gradient reduction.
+    returning: the ranks to which sums of gradients go back; None if they stay where they are made.
     """
 
     hierarchy: HierarchicalCommunicator
     shards: HierarchicalCommunicator
     hops: tuple[ReductionHop, ...]
+    returning: Communicator | HierarchicalCommunicator | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +167,21 @@ class Run:
         """Return True if an optimizer step sends everything in full precision."""
         until = max(self.scheme.block.warmup_steps, self.state.exact_until)
         return self.state.killed or step < until
+
+    def refuse_capture(self) -> None:
+        """Refuse to run while a CUDA graph is captured.
+
+        Raises:
+            RuntimeError: a replay would run none of the Python code that draws random bits, counts
+                steps and checks messages.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{KEY}: a CUDA graph is captured here, and its replays would repeat one random "
+                "rounding and skip all checks: capture no forward, backward or optimizer step of "
+                "this model (torchtitan: leave cudagraphs out of --compile; torch.compile: no "
+                'mode="reduce-overhead" and no "max-autotune"), or leave the block out'
+            )
 
     def log(self, message: str) -> None:
         """Warn on the first rank of the run."""
@@ -287,7 +305,12 @@ class Run:
                 )
             )
             divisor *= communicator.size
-        return Level(hierarchy=hierarchy, shards=shards, hops=tuple(hops))
+        returning: Communicator | HierarchicalCommunicator | None = None
+        if self.routes.replicas:
+            returning = hierarchy.inter
+        elif not self.routes.sends_weights:
+            returning = hierarchy
+        return Level(hierarchy=hierarchy, shards=shards, hops=tuple(hops), returning=returning)
 
     # ---- learned levels ----
 

@@ -128,13 +128,14 @@ def _warn_of_unmatched(run: Run) -> None:
 
 def _unquantized(comm_volume: CommVolume) -> str:
     """Name the tensors that are sent in full precision, and their share of the bytes."""
-    scheme = comm_volume.routes.scheme
-    if scheme.weights is None and scheme.gradients is None and not scheme.lossless:
+    routes, scheme = comm_volume.routes, comm_volume.routes.scheme
+    quantizes_weights = routes.sends_weights and (scheme.weights is not None or scheme.lossless)
+    if not quantizes_weights and scheme.gradients is None:
         return "nothing quantized"
     tensors_by_reason = dict(comm_volume.kept)
     small = tensors_by_reason.pop("1-D", 0) + tensors_by_reason.pop("small", 0)
     parts: list[str] = []
-    if weights_stay(comm_volume) or (scheme.weights is None and not scheme.lossless):
+    if routes.sends_weights and (weights_stay(comm_volume) or not quantizes_weights):
         parts.append("all weights")
     if scheme.gradients is None:
         parts.append("all gradients")

@@ -147,6 +147,18 @@ class Telemetry(ABC):
             self._logged_failed_write = True
 
 
+class StepTelemetry(Telemetry):
+    """Samples with a heading of the front's steps alone: FSDP2 and DDP do not know the samples."""
+
+    def __init__(self, run: Run, settings: MetricsConfig) -> None:
+        super().__init__(settings, run)
+
+    @property
+    def heading(self) -> dict[str, int]:
+        """See ``Telemetry.heading``."""
+        return {"step": self._run.step}
+
+
 def _is_torn(path: Path) -> bool:
     """Return True if the last line has no end, because the disk was full or a job was killed."""
     if not path.is_file() or not path.stat().st_size:

@@ -287,8 +287,8 @@ def _warm_up_returned_sums(
 ) -> None:
     """Run the kernels of sums on their way back to all replicas, without their messages."""
     route = run.routes.gradients(full_world=level.hierarchy.intra is not None)
-    between = level.hierarchy.inter
-    if route.returned is None or between is None:
+    receivers = level.returning
+    if route.returned is None or receivers is None:
         return
     dtype = kinds.gradient_dtype
     cast = CastCodec(dtype)
@@ -300,9 +300,11 @@ def _warm_up_returned_sums(
         if spec.block:
             rotation = Rotation(block=spec.block, signs=_ADDRESS if spec.flips else None)
         for numel, jobs in product(_sizes(spec.codecs), _JOBS):
-            pieces = [Piece(between.rank, job, numel, 0, 0, 0) for job in range(jobs)]
-            returned = ReturnedSums(pieces, [spec] * jobs, between)
-            messages = torch.zeros(between.size * returned.nbytes, dtype=torch.uint8, device=device)
+            pieces = [Piece(receivers.rank, job, numel, 0, 0, 0) for job in range(jobs)]
+            returned = ReturnedSums(pieces, [spec] * jobs, receivers)
+            messages = torch.zeros(
+                receivers.size * returned.nbytes, dtype=torch.uint8, device=device
+            )
             sums = torch.zeros(numel, device=device)
             result = torch.zeros(numel, dtype=dtype, device=device)
             codecs = [spec.codecs[0]] * jobs

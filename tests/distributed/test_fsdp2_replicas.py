@@ -291,9 +291,9 @@ def test_sums_go_back_as_the_wire_page_says(scheme: str, bits: int | None) -> No
     send, inter = ReturnedSums.send, front.run.world.hierarchy.inter
     all_gather = inter.all_gather
 
-    def recorded(self: Any, sums: torch.Tensor, *others: Any) -> None:
+    def recorded(self: Any, sums: torch.Tensor, *others: Any) -> Any:
         returned.append(sums[:1024].clone())
-        send(self, sums, *others)
+        return send(self, sums, *others)
 
     def gathered(payload: torch.Tensor, *, role: str) -> Any:
         payloads.append(payload.clone())

@@ -28,10 +28,10 @@ MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 # Every room imports itself and the rooms to its left.
-ORDER = ("kernels", "codec", "comm", "policy", "runtime", "zero", "fsdp2", "tools")
-FRONTS = ("zero", "fsdp2")  # neither knows the other
+ORDER = ("kernels", "codec", "comm", "policy", "runtime", "zero", "fsdp2", "ddp", "tools")
+FRONTS = ("zero", "fsdp2", "ddp")  # none knows another
 # The block stands beside comm. A scheme is built of codecs, but checks must not load torch.
-CONFIG_USERS = ("policy", "runtime", "zero", "fsdp2", "tools")
+CONFIG_USERS = ("policy", "runtime", "zero", "fsdp2", "ddp", "tools")
 CONFIG_BUILDS = ("codec", "policy")  # inside functions
 CONFIG_READS = ("codec.rules", "comm.topology")  # standard library only
 ANYWHERE = ("resources", "leftovers", "_autoload", "__init__")  # standard library only
@@ -52,6 +52,7 @@ OTHERS = {
     "policy": TORCH,
     "runtime": {"torch"},
     "fsdp2": {"torch"},
+    "ddp": {"torch"},
     "config": {"pydantic", "pydantic_core", "yaml"},
     "zero": {"torch", "deepspeed.comm"},
     "zero.hooks": {"torch", "deepspeed"},
@@ -396,8 +397,9 @@ def test_sources_are_ascii_and_modules_say_what_they_are(room: str) -> None:
         "assert not torch.cuda.is_initialized(); "
         "assert not {'cupy', 'deepspeed'} & set(sys.modules)",
         "import sys, ds_quant.fsdp2, ds_quant.questions; assert 'deepspeed' not in sys.modules",
+        "import sys, ds_quant.ddp, ds_quant.questions; assert 'deepspeed' not in sys.modules",
     ],
-    ids=["the package", "the codecs", "the front of FSDP2"],
+    ids=["the package", "the codecs", "the front of FSDP2", "the front of DDP"],
 )
 def test_imports_load_no_more_than_they_need(code: str) -> None:
     """The standard library alone; neither CUDA nor CuPy."""
@@ -436,6 +438,17 @@ def test_private_names_of_torchs_fsdp2_are_declared_in_one_file() -> None:
             is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if not is_own and not node.attr.startswith("__"):
                 assert node.attr in declared, f"{path.name}:{node.lineno}: {node.attr}"
+
+
+def test_the_front_of_ddp_uses_no_private_name_of_torch() -> None:
+    for path in ROOMS["ddp"]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+                continue
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            assert is_own or node.attr.startswith("__"), f"{path.name}:{node.lineno}: {node.attr}"
+        imported = [edge.target for edge in edges_of(path, module_name(path))]
+        assert not [name for name in imported if "._" in name], path.name
 
 
 def test_the_package_shows_its_public_names() -> None:

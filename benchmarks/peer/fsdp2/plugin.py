@@ -155,8 +155,8 @@ def attach(model: nn.Module, block: dict[str, Any]) -> None:
     """
     from ds_quant import fsdp2
     from ds_quant.config.errors import ConfigError
-    from ds_quant.fsdp2.inactive import InactiveFront
     from ds_quant.fsdp2.sharded_module import UnsupportedModel
+    from ds_quant.runtime.inactive import InactiveFront
 
     parameters = {id(parameter) for parameter in model.parameters()}
     optimizers = [

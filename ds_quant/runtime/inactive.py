@@ -10,7 +10,7 @@ from ds_quant.runtime import log
 
 
 class InactiveFront:
-    """Has the methods of ``Front`` that users call, so that a loop runs with and without a block.
+    """Has the methods of a front that users call, so that a loop runs with and without a block.
 
     The state of a checkpoint passes through: a later run with a block goes on from it.
     """

@@ -1,0 +1,262 @@
+"""Attach a block to a ``DistributedDataParallel``, and answer questions about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ds_quant.comm.topology import Topology
+from ds_quant.config import environment
+from ds_quant.config.environment import KILL_VARIABLE
+from ds_quant.config.errors import KEY
+from ds_quant.config.presets import AUTOTUNE
+from ds_quant.config.schema import QuantizedCommConfig
+from ds_quant.ddp import hook as hooks
+from ds_quant.ddp.gradients import RUN_NUMEL
+from ds_quant.ddp.model import STAGE, AttachedModel
+from ds_quant.kernels import dispatch
+from ds_quant.policy.autotune import Work
+from ds_quant.runtime.fallback import kill_file
+from ds_quant.runtime.handshake import handshake, model_digest
+from ds_quant.runtime.inactive import InactiveFront
+from ds_quant.runtime.start_line import announce
+from ds_quant.runtime.telemetry import unwritable
+from ds_quant.runtime.tuning import tuned
+from ds_quant.runtime.warmup import warm_up
+
+
+class UnsupportedModel(ValueError):
+    """A setting of DDP that cannot work with the block."""
+
+
+def attach(
+    model: nn.Module,
+    block: Mapping[str, Any] | str | Path | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+) -> AttachedModel | InactiveFront:
+    """Send the gradients of a DDP model as a ``quantized_comm`` block says.
+
+    Call it on all ranks before the first backward. Keep the result in the checkpoint's state, so
+    that a resumed run repeats its random bits. A second call with the same block returns the first
+    result.
+
+    Args:
+        model: a ``DistributedDataParallel``, or a module that holds one, such as the result of
+            ``torch.compile`` or of Lightning Fabric.
+        block: the block, the name of a preset, JSON, or the path of a file that holds JSON. None:
+            that of DS_QUANT_BLOCK.
+        optimizer: to be warned of an accumulation that sends gradients several times.
+
+    Returns:
+        The attached front. Without a block or with ``enabled: false`` one that does nothing.
+
+    Raises:
+        ConfigError: a setting or a combination that cannot work, before any collective.
+        UnsupportedModel: a setting of DDP that cannot work, before any collective.
+        TypeError: a model without a ``DistributedDataParallel``, or with several.
+        StartError: ranks with other settings or without this call.
+        RuntimeError: the model has another communication hook, or is attached with another block.
+    """
+    config = environment.block_of(block)
+    if config is None:
+        return InactiveFront(environment.reason_of_no_block(block))
+    ddp = _ddp_of(model)
+    hook = hooks.find(ddp)
+    if hook is not None and isinstance(hook.reducer, AttachedModel):
+        return _attached_before(hook.reducer, config)
+    refuse_unsupported(ddp)
+    config.validate_world(dist.get_world_size())
+    trained = {name: p for name, p in _reduced_parameters(ddp)}
+    if not trained:
+        return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
+    if hook is None:
+        hook = hooks.register(ddp)
+    topology = _shake_hands(ddp, config)
+    notices: list[str] = []
+    written = config
+    if config.scheme == AUTOTUNE:
+        config, notices = tuned(
+            config,
+            topology,
+            _work(trained),
+            stage=STAGE,
+            process_group=None,
+            device=ddp.device,
+            has_streams=ddp.device.type != "cpu",
+            dist=dist,
+        )
+    index = {name: place for place, (name, _) in enumerate(ddp.module.named_parameters())}
+    front = AttachedModel(hook, trained, index, config.to_scheme(), topology, ddp.device, written)
+    front.run.notices += notices
+    _begin(front, ddp, optimizer)
+    return front
+
+
+def _attached_before(front: AttachedModel, config: QuantizedCommConfig) -> AttachedModel:
+    if front.block != config:
+        raise RuntimeError(
+            f"{KEY}: this model is attached already, with another block: call detach() of its "
+            "front first"
+        )
+    return front
+
+
+def _begin(front: AttachedModel, ddp: DistributedDataParallel, optimizer: Any) -> None:
+    """Start the checks, connect the model, and log the start-up line."""
+    run = front.run
+    block = run.scheme.block
+    ignored = [
+        name
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name in ddp.parameters_to_ignore
+    ]
+    if ignored:
+        run.notices.append(
+            f"{len(ignored)} parameters, such as {ignored[0]}, do not pass through DDP's hook "
+            "(delay_all_reduce_named_params or parameters that it ignores): nothing of them is "
+            "quantized or counted"
+        )
+    if run.topology.world == 1:
+        run.notices.append("single rank: nothing to communicate")
+    else:
+        if kill_file() is not None:
+            run.notices.append(f"{KILL_VARIABLE} watched")
+        if kill_file() is not None or block.fallback.on_nonfinite != "skip":
+            front.fall_back(block.fallback)
+        if block.metrics.file is not None and block.metrics.interval and dist.get_rank() == 0:
+            front.write_metrics(block.metrics)
+        if run.device.type == "cuda":
+            warm_up(run, front.message_kinds())
+    if optimizer is not None:
+        front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
+    front.connect()
+    announce(run, front.line)
+
+
+def _work(parameters: Mapping[str, torch.Tensor]) -> Work:
+    """Return the sizes of a round's messages."""
+    numel = sum(parameter.numel() for parameter in parameters.values())
+    dtype = next(iter(parameters.values())).dtype
+    return Work(
+        numel=numel,
+        trained=numel,
+        gather=0,
+        bucket=min(numel, RUN_NUMEL),
+        dtype=dtype,
+        gradients=dtype,
+        micro_steps=1,
+        gathers=0.0,
+    )
+
+
+def front_of(model: nn.Module) -> AttachedModel | None:
+    """Return the front of a DDP model, or of the one inside of ``model``; None if there is none."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            hook = hooks.find(module)
+            if hook is not None and isinstance(hook.reducer, AttachedModel):
+                return hook.reducer
+    return None
+
+
+def report(model: nn.Module) -> dict[str, Any] | None:
+    """Report what this rank has received so far; None without a block. See ``ds_quant.report``."""
+    front = front_of(model)
+    return None if front is None else front.figures()
+
+
+# ---- the model ----
+
+
+def _ddp_of(model: object) -> DistributedDataParallel:
+    """Return the DDP model that a module is or holds.
+
+    Raises:
+        TypeError: it is or holds none, or several.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found: list[DistributedDataParallel] = []
+    if isinstance(model, nn.Module):
+        found = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    if len(found) == 1:
+        return found[0]
+    problem = "it holds several" if found else "it is none and holds none"
+    raise TypeError(
+        f"{KEY}: model={type(model).__name__}: allowed: a DistributedDataParallel, or a module "
+        f"that holds one; {problem}. Wrap the model first (Trainer: trainer.model_wrapped, "
+        "Lightning: trainer.strategy.model), and attach each of several on its own"
+    )
+
+
+def _reduced_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters that DDP reduces, with their names."""
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+            yield name, parameter
+
+
+def refuse_unsupported(ddp: DistributedDataParallel) -> None:
+    """Refuse settings of DDP that cannot work, from facts that all ranks share.
+
+    Raises:
+        UnsupportedModel: naming each setting and the way out.
+    """
+    problems: list[str] = []
+    if ddp.mixed_precision is not None:
+        problems.append(
+            "mixed_precision= registers a communication hook of its own, and DDP takes one: leave "
+            "it out; torch.autocast and a model in bf16 work"
+        )
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if ranks != list(range(dist.get_world_size())):
+        problems.append(
+            f"process_group of ranks {ranks}: allowed: all {dist.get_world_size()} ranks of the "
+            "job; leave process_group and device_mesh out"
+        )
+    if ddp.is_multi_device_module:
+        problems.append("parameters on several devices: allowed: one device per rank")
+    sparse = [
+        name
+        for name, module in ddp.module.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ]
+    if sparse:
+        problems.append(
+            f"{sparse[0]}: sparse=True: DDP gives a hook no sparse gradients: set sparse=False"
+        )
+    if problems:
+        raise UnsupportedModel("; ".join(f"{KEY}: {problem}" for problem in problems))
+
+
+def _shake_hands(ddp: DistributedDataParallel, config: QuantizedCommConfig) -> Topology:
+    """Compare the settings of all ranks, and return their nodes.
+
+    Raises:
+        StartError: see ``handshake``.
+    """
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    node_size = handshake(
+        config=config,
+        must={
+            "front": "ddp",
+            "torch": torch.__version__.partition("+")[0],
+            "parameters": model_digest(ddp.module),
+            # All ranks must vote, or none: a vote of some would hang.
+            KILL_VARIABLE: "unset" if kill_file() is None else "set",
+        },
+        kernels=dispatch.describe(ddp.device, config.backend),
+        rank=rank,
+        world=world,
+        fault=unwritable(config.metrics, rank),
+    )
+    return Topology(world=world, node_size=config.node_size or node_size)

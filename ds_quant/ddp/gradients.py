@@ -1,0 +1,232 @@
+"""Reduce the buckets of a DDP model: every rank gets the mean over all ranks, of equal bits.
+
+[Note: runs] DDP's first backward has one bucket with the whole model, later ones have buckets of
+``bucket_cap_mb``. So a bucket is cut into *runs*: consecutive parameters of at most ``RUN_NUMEL``
+elements, or one larger parameter. Memory then depends on the runs alone.
+
+[Note: order of the exchanges] A run is reduced to the ranks that sum its parts, and the sums go
+back to all ranks (comm/returned_sums.py). While one run takes its next exchange, those before it
+take the following ones. The hook itself posts all exchanges, in one order on all ranks. A callback
+of a future must not: futures are completed in the order in which messages arrive.
+
+[Note: rounds] A *round* is one pass of the hook over all buckets. Ranks run equal rounds, because
+buckets are exchanged in every one. So random bits are addressed by round, parameter and element:
+optimizer steps may differ between ranks, for example after ``join()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket
+
+from ds_quant.comm.profiling import profiler_range
+from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduction_plan import GradientSpec, Segment
+from ds_quant.comm.returned_sums import Piece, ReturnedSums
+from ds_quant.comm.small_tensors import small_tensors_last
+from ds_quant.runtime.param import (
+    GradientCodecs,
+    Param,
+    bind,
+    full_precision_gradient,
+    tight_if_small,
+)
+from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.run import Run
+
+RUN_NUMEL = 1 << 23  # elements: a bucket of fp32 gradients has 6.6 million by default
+
+_END = object()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Plan:
+    """The two exchanges of a run, elements [start, stop) of its bucket."""
+
+    start: int
+    stop: int
+    gradient_codecs: Sequence[GradientCodecs]
+    sums: GradientSums
+    returned_codecs: Sequence[GradientCodecs]
+    returned: ReturnedSums
+
+
+class BucketReduction:
+    """The reductions of all buckets of a model. See [Note: order of the exchanges]."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._plans: PlanCache[tuple[tuple[int, ...], torch.dtype, bool], list[_Plan]]
+        self._plans = PlanCache()
+        self._in_flight: list[Iterator[None]] = []  # oldest first
+
+    def begin(self, bucket: GradBucket, step: int, then: Callable[[], None]) -> None:
+        """Begin to replace the values of a bucket by their mean over all ranks.
+
+        step: address of the random bits.
+        then: called when the bucket is reduced.
+        """
+        buffer = bucket.buffer()
+        plans = self._plans_of(bucket)
+        for plan in plans:
+            is_last = plan is plans[-1]
+            exchanges = self._reduce(plan, buffer[plan.start : plan.stop], step)
+            with profiler_range("reduce", f"bucket {bucket.index()}"):
+                next(exchanges)
+                self._advance()
+            self._in_flight.append(_followed_by(exchanges, then) if is_last else exchanges)
+
+    def finish(self) -> None:
+        """Return when all buckets are reduced."""
+        while self._in_flight:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let every run in flight finish an exchange and post its next one."""
+        self._in_flight = [each for each in self._in_flight if next(each, _END) is not _END]
+
+    def _reduce(self, plan: _Plan, gradients: Tensor, step: int) -> Iterator[None]:
+        """Reduce a run in place; yields after every exchange that it has posted.
+
+        gradients: (elements,), a view of the bucket.
+        """
+        bound_codecs, rotations = bind(plan.gradient_codecs, step, step)
+        sums = plan.sums.new_sums(gradients.device)
+        reduction = plan.sums.begin([gradients], bound_codecs, rotations, into=sums)
+        yield
+        if len(plan.sums.plan.hops) > 1:
+            reduction.advance()
+            yield
+        reduction.wait()
+        returned_codecs, signs = bind(plan.returned_codecs, step, step)
+        bound = [codec for (codec,) in returned_codecs]
+        returned = plan.returned.send(sums, gradients, bound, signs)
+        del reduction, sums
+        yield
+        returned.wait()
+
+    # ---- plans ----
+
+    def _plans_of(self, bucket: GradBucket) -> list[_Plan]:
+        parameters = bucket.parameters()
+        dtype = bucket.buffer().dtype
+        full = self._run.is_full_precision(self._run.step)
+        key = (tuple(map(id, parameters)), dtype, full)
+        plans = self._plans.get(key)
+        if plans is None:
+            params: list[Param] = []
+            for parameter in parameters:
+                param = self._run.param_of(parameter)
+                assert param is not None  # DDP reduces the parameters that it had at the start
+                params.append(param)
+            plans = self._plans.add(key, [])
+            start = 0
+            for members in runs_of(params):
+                plan = self._plan(members, start, dtype, full)
+                plans.append(plan)
+                start = plan.stop
+        return plans
+
+    def _plan(self, params: Sequence[Param], start: int, dtype: torch.dtype, full: bool) -> _Plan:
+        """Plan a run. full: nothing is quantized."""
+        world = self._run.world
+        rank, hops = world.hierarchy.rank, len(world.hops)
+        gradient_codecs: list[GradientCodecs] = []
+        returned_codecs: list[GradientCodecs] = []
+        for param in params:
+            reduced = full_precision_gradient(dtype, hops)
+            returned = full_precision_gradient(dtype, 1)
+            if not full:
+                reduced = param.gradient_codecs(dtype, rank=rank, hops=hops)
+                returned = param.returned_codecs(dtype, rank=rank)
+            gradient_codecs.append(tight_if_small(param, reduced, dtype))
+            returned_codecs.append(tight_if_small(param, returned, dtype))
+        numels = [param.shape.numel() for param in params]
+        specs = [codecs.spec for codecs in gradient_codecs]
+        segments = even_segments(numels, specs, ranks=world.hierarchy.size)
+        sums = GradientSums(
+            segments, specs, world.hops, world.hierarchy.flat, scale=1 / world.hierarchy.size
+        )
+        pieces = [
+            Piece(
+                sender=segment.reducer,
+                gradient=segment.gradient,
+                numel=segment.numel,
+                first=segment.first,
+                source=sums.own.get(index, 0),
+                target=segment.start,
+            )
+            for index, segment in enumerate(segments)
+        ]
+        assert world.returning is not None  # every rank has a replica
+        return _Plan(
+            start=start,
+            stop=start + sum(numels),
+            gradient_codecs=gradient_codecs,
+            sums=sums,
+            returned_codecs=returned_codecs,
+            returned=ReturnedSums(
+                pieces, [codecs.spec for codecs in returned_codecs], world.returning
+            ),
+        )
+
+
+def _followed_by(exchanges: Iterator[None], then: Callable[[], None]) -> Iterator[None]:
+    yield from exchanges
+    then()
+
+
+def runs_of(params: Sequence[Param]) -> Iterator[list[Param]]:
+    """Cut the parameters of a bucket: see [Note: runs]."""
+    members: list[Param] = []
+    numel = 0
+    for param in params:
+        if members and numel + param.shape.numel() > RUN_NUMEL:
+            yield members
+            members = []
+            numel = 0
+        members.append(param)
+        numel += param.shape.numel()
+    yield members
+
+
+def even_segments(
+    numels: Sequence[int], specs: Sequence[GradientSpec], *, ranks: int
+) -> list[Segment]:
+    """Cut gradients that lie end to end: of those with equal specs every rank sums an equal part.
+
+    A gradient is cut between two groups of its codecs only.
+    """
+    starts = list(accumulate(numels, initial=0))
+    alike: dict[GradientSpec, list[int]] = {}
+    for index in small_tensors_last([spec.codecs[-1] for spec in specs]):
+        alike.setdefault(specs[index], []).append(index)
+    segments: list[Segment] = []
+    for spec, indices in alike.items():
+        total = sum(numels[index] for index in indices)
+        end = 0  # of the gradients so far
+        for index in indices:
+            numel = numels[index]
+            borders: list[int] = []
+            for rank in range(ranks):
+                border = min(max(total * rank // ranks - end, 0), numel)
+                borders.append(border if border == numel else border // spec.unit * spec.unit)
+            borders.append(numel)
+            for rank, (start, stop) in enumerate(pairwise(borders)):
+                if start < stop:
+                    segment = Segment(
+                        tensor=0,
+                        start=starts[index] + start,
+                        numel=stop - start,
+                        gradient=index,
+                        first=start,
+                        reducer=rank,
+                    )
+                    segments.append(segment)
+            end += numel
+    return segments

@@ -1,0 +1,349 @@
+"""A DDP model that a block is attached to: its run, and the events of its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from ds_quant.codec.codec import CAST_NAMES
+from ds_quant.comm.topology import Topology
+from ds_quant.config.errors import KEY
+from ds_quant.config.schema import FallbackConfig, MetricsConfig, QuantizedCommConfig
+from ds_quant.ddp.gradients import RUN_NUMEL, BucketReduction
+from ds_quant.ddp.hook import Hook
+from ds_quant.policy.cost import CommVolume, ParamSpec
+from ds_quant.policy.memory import Sizes
+from ds_quant.policy.route import Routes
+from ds_quant.policy.scheme import FLOATS, Scheme
+from ds_quant.runtime.copies import differing_ranks, replicas_differ
+from ds_quant.runtime.fallback import Fallback
+from ds_quant.runtime.figures import figures
+from ds_quant.runtime.front import Workload
+from ds_quant.runtime.message_check import check_messages
+from ds_quant.runtime.param import Param
+from ds_quant.runtime.run import ProcessGroups, Run
+from ds_quant.runtime.start_line import LineParts, start_line
+from ds_quant.runtime.telemetry import StepTelemetry
+from ds_quant.runtime.warmup import MessageKinds
+
+STAGE = 0  # nothing is sharded
+
+
+class AttachedModel:
+    """One model under DDP.
+
+    A ``torch.distributed.checkpoint`` Stateful: ``state_dict`` holds the number of rounds, which
+    names the random bits, so that a resumed run repeats them. See [Note: rounds] of gradients.py.
+
+    hook: the model's communication hook.
+    parameters: those that DDP reduces, by name; index: their positions among all parameters.
+    block: as it was given, perhaps with "autotune".
+
+    step: finished rounds.
+    """
+
+    def __init__(
+        self,
+        hook: Hook,
+        parameters: dict[str, Tensor],
+        index: dict[str, int],
+        scheme: Scheme,
+        topology: Topology,
+        device: torch.device,
+        block: QuantizedCommConfig,
+    ) -> None:
+        routes = Routes(
+            scheme=scheme, stage=STAGE, nodes=topology.nodes, node_size=topology.node_size
+        )
+        params = [
+            Param(
+                index=index[name],
+                name=name,
+                shape=parameter.shape,
+                trained=True,
+                tensor=parameter,
+                routes=routes,
+            )
+            for name, parameter in parameters.items()
+        ]
+        self.step = 0
+        self.run = Run(
+            self,
+            routes,
+            topology,
+            params,
+            process_groups=ProcessGroups(),
+            device=device,
+            has_streams=device.type != "cpu",
+            dist=torch.distributed,
+        )
+        self.block = block
+        self._hook = hook
+        self._reduction = BucketReduction(self.run)
+        # Encodes, waits and decodes while backward goes on.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._telemetry: StepTelemetry | None = None
+        self._fallback: Fallback | None = None
+        self._found_nonfinite = False
+        # Rounds when the optimizer last stepped, and those of the optimizer step before.
+        self._step_of_optimizer = 0
+        self._rounds_of_optimizer = 0
+        self._has_warned = False
+        self._optimizer_hook: Any = None
+
+    # ---- life ----
+
+    def connect(self) -> None:
+        """Reduce the model's buckets."""
+        self._hook.reducer = self
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Notice gradients that are sent several times per optimizer step."""
+        self._optimizer_hook = optimizer.register_step_post_hook(self._after_optimizer_step)
+
+    def write_metrics(self, settings: MetricsConfig) -> None:
+        """Write metrics of later rounds."""
+        self._telemetry = StepTelemetry(self.run, settings)
+        self._telemetry.arm()
+
+    def fall_back(self, settings: FallbackConfig) -> None:
+        """Vote in every round: see runtime/fallback.py. A collective of all ranks."""
+        self._fallback = Fallback(self.run, settings, lambda: None)  # no rank caches weights
+        self._fallback.vote()  # a kill file may exist already
+
+    def detach(self) -> None:
+        """Let torch reduce the gradients in full precision. Call it on all ranks, between rounds.
+
+        The model's hook stays: torch removes none.
+        """
+        self._hook.reducer = None
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+
+    # ---- a round ----
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Begin to replace the gradients of a bucket by their mean over all ranks.
+
+        The last bucket of a round finishes all of them. Errors are raised here, on all ranks, and
+        end the backward.
+
+        Raises:
+            RuntimeError: a message arrived corrupted on any rank, or replicas differ.
+            FloatingPointError: of ``fallback``.
+        """
+        self.run.refuse_capture()
+        buffer = bucket.buffer()
+        with self._on_own_stream():
+            if bucket.index() == 0:
+                self._compare_replicas(buffer)
+            if self.run.topology.world == 1:
+                future = self._new_future()
+                self._complete(bucket, future)
+            elif buffer.dtype not in FLOATS:
+                flat = self.run.world.hierarchy.flat
+                flat.count_ring(buffer.nbytes, role="gradients", passes=2)
+                future = allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the world
+            else:
+                future = self._new_future()
+                self._reduction.begin(bucket, self.step, partial(self._complete, bucket, future))
+            if bucket.is_last():
+                self._reduction.finish()
+                self._end_round()
+        return future
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """Let the device's work wait for the gradients, but not the backward for this work."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.run.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _new_future(self) -> Future[Tensor]:
+        """Return a future that lets the stream of its waiter wait."""
+        return Future(devices=[] if self._stream is None else [self.run.device])
+
+    def _complete(self, bucket: GradBucket, future: Future[Tensor]) -> None:
+        buffer = bucket.buffer()
+        if self.run.finite_flags is not None:
+            first, *others = bucket.parameters()
+            param = self.run.param_of(first)
+            assert param is not None  # its gradient was reduced
+            title = param.name + (f" or {len(others)} others" if others else "")
+            self.run.finite_flags.append((title, torch.isfinite(buffer).all()))
+        future.set_result(buffer)
+
+    def _end_round(self) -> None:
+        """Check the gradients of all buckets before the optimizer uses them."""
+        if self.run.scheme.block.payload_checksum:
+            check_messages(self.run)
+        if self._fallback is not None:
+            self._found_nonfinite = self._fallback.vote()
+        self.step += 1
+        if self._fallback is not None:
+            self._fallback.after_step(skipped=False)
+        if self._telemetry is not None:
+            self._telemetry.after_step()
+
+    def _compare_replicas(self, gradients: Tensor) -> None:
+        """Compare the weights of all ranks every ``checksum_steps`` rounds, and after the first.
+
+        A rank that has left ``join()`` early goes on with old weights and gradients of zeros until
+        the others have ended. So a rank whose first bucket is zero is not compared.
+
+        Raises:
+            RuntimeError: on all ranks, if weights differ.
+        """
+        every = self.run.scheme.block.checksum_steps
+        if not every or not self.step or (self.step % every and self.step > 1):
+            return
+        owner = 0 if gradients.any() else 1 + self.run.world.hierarchy.rank
+        weights = [param.tensor for param in self.run.params]
+        differing = differing_ranks(self.run, [(owner, weights)], self.step)
+        if differing:
+            raise replicas_differ(self.step, differing)
+
+    def found_nonfinite(self) -> bool:
+        """Return True on all ranks if gradients of the last round hold NaN or Inf.
+
+        Raises:
+            RuntimeError: nothing is watched.
+        """
+        if self._fallback is None or self.run.finite_flags is None:
+            raise RuntimeError(
+                f'{KEY}.fallback.on_nonfinite="skip": nothing looks at the gradients: allowed for '
+                'front.found_nonfinite(): "full_precision", "raise"'
+            )
+        return self._found_nonfinite
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        """Warn once of two optimizer steps in a row with as many rounds each, more than one.
+
+        A single step with several rounds has skipped updates: a GradScaler looks for its scale.
+        """
+        rounds = self.step - self._step_of_optimizer
+        if 1 < rounds == self._rounds_of_optimizer and not self._has_warned:
+            self._has_warned = True
+            self.run.log(
+                f"{KEY}: {rounds} backwards per optimizer step send gradients, each with the sum "
+                "of those before it: more bytes and more error. Run all but the last one inside "
+                "no_sync() of the DDP model (logged once)"
+            )
+        self._step_of_optimizer = self.step
+        self._rounds_of_optimizer = rounds
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a checkpoint: the number of rounds."""
+        state: dict[str, Any] = {"step": self.step}
+        if self.run.finite_flags is not None:
+            state["exact_until"] = self.run.state.exact_until
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a checkpoint's state."""
+        self.step = int(state["step"])
+        self.run.state.exact_until = int(state.get("exact_until", 0))
+        self._step_of_optimizer = self.step
+        if self._telemetry is not None:
+            self._telemetry.arm()  # the step has jumped
+
+    # ---- figures ----
+
+    @property
+    def counted_steps(self) -> int:
+        """Finished rounds."""
+        return self.step
+
+    def workload(self) -> Workload:
+        """Return the communication of a round."""
+        param_specs = [
+            ParamSpec(
+                name=param.name,
+                shape=tuple(param.shape),
+                dtype=param.tensor.dtype,
+                trainable=True,
+                stock_gradients=param.tensor.dtype not in FLOATS,
+            )
+            for param in self.run.params
+        ]
+        return Workload(
+            param_specs=param_specs,
+            gathers=0.0,
+            micro_steps=1,
+            gradient_dtype=self._dtypes[0],
+        )
+
+    def sizes(self) -> Sizes:
+        """Return the sizes that decide the peak memory of a round."""
+        numels = [param.shape.numel() for param in self.run.params]
+        return Sizes(
+            trained=sum(numels),
+            largest=max(numels),
+            bucket=RUN_NUMEL,
+            itemsize=self._dtypes[0].itemsize,
+            under_way=1 + len(self.run.world.hops),
+            slicing=self.run.slicing,
+        )
+
+    def message_kinds(self) -> MessageKinds:
+        """Return dtypes and levels of the messages, for ``warm_up``."""
+        return MessageKinds(
+            weight_dtypes=[],
+            gradient_dtype=self._dtypes[0],
+            reducing=[self.run.world],
+            all_levels=[self.run.world],
+            crosses_once=False,
+            has_few_ranks=False,
+        )
+
+    @property
+    def _dtypes(self) -> Sequence[torch.dtype]:
+        """The dtypes of the gradients, those that the block sends first."""
+        dtypes = dict.fromkeys(param.tensor.dtype for param in self.run.params)
+        return sorted(dtypes, key=lambda dtype: dtype not in FLOATS)
+
+    @property
+    def line(self) -> str:
+        """The start-up line."""
+        volume = self.run.comm_volume()
+        return start_line(self.run, volume, self._line_parts(volume))
+
+    def _line_parts(self, volume: CommVolume) -> LineParts:
+        """Return the part of the start-up line that DDP knows."""
+        names = [CAST_NAMES.get(d, str(d).removeprefix("torch.")) for d in self._dtypes]
+        nbytes = sum(2 * param.tensor.nbytes for param in self.run.params)  # of an all-reduce
+        reasons: list[str] = []
+        if self.run.scheme.gradients is None and self.run.topology.world > 1:
+            reasons.append(
+                f'scheme "{self.run.scheme.name}" quantizes nothing under DDP: take "eden4"'
+            )
+        return LineParts(
+            layout="DDP",
+            stock=f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}",
+            micro_steps=1,
+            period="step",
+            kept_bytes=0.0,
+            reasons=reasons,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of ``ds_quant.report``."""
+        return {
+            "front": "ddp",
+            **figures(self.run, micro_steps=1, kept_bytes=0, held_bytes=0, accumulates=False),
+            "line": self.line,
+        }

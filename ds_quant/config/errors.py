@@ -132,20 +132,30 @@ def conflicts(config: QuantizedCommConfig, block: dict[str, Any]) -> list[str]:
 
     block: the block as the user wrote it; other settings are marked as the scheme's.
     """
+    scheme = _scheme_in_words(config, block)
     sentences = []
     for role in ("weights", "gradients"):
         settings = getattr(config, role)
         written = block.get(role, {})
         values = settings.model_dump(mode="json")
         for first, second, fix in settings.conflicts():
+            # A key of the user comes first.
+            keys = sorted((first, second), key=lambda key: key not in written)
             named = []
-            for key in (first, second):
+            for key in keys:
                 setting = f"{path_of((role, key))}={show(values[key])}"
                 if key not in written:
-                    setting += " (set by the scheme)"
+                    setting += f" (set by {scheme})"
                 named.append(setting)
             sentences.append(f"{named[0]} conflicts with {named[1]}: {fix}")
     return sentences
+
+
+def _scheme_in_words(config: QuantizedCommConfig, block: Mapping[str, Any]) -> str:
+    """Name the scheme of a block, which the user may have left out."""
+    if "scheme" in block:
+        return f"scheme {show(config.scheme)}"
+    return f"scheme {show(config.scheme)}, the default"
 
 
 def without_effect(config: QuantizedCommConfig, block: dict[str, Any]) -> list[str]:
@@ -186,7 +196,7 @@ def _irrelevant_keys(
         codec = f"{path_of((role, 'codec'))}={show(settings.codec)}"
         yield (*_CODEC_KEYS, "returned_bits"), f" with {codec}: leave one of them out"
     if not settings.enabled and "enabled" not in written:
-        enabled = f"{path_of((role, 'enabled'))}=false (set by scheme {config.scheme})"
+        enabled = f"{path_of((role, 'enabled'))}=false (set by scheme {show(config.scheme)})"
         # "cross" also holds for gradients in full precision.
         keys = [key for key in written if key != "cross"]
         yield keys, f", {enabled}: set it to true or choose another scheme"
@@ -195,7 +205,7 @@ def _irrelevant_keys(
     if settings.sends_lossless_differences:
         lossless = f"{path_of(('weights', 'lossless'))}=true"
         if "lossless" not in written:
-            lossless += f" (set by scheme {config.scheme})"
+            lossless += f" (set by scheme {show(config.scheme)})"
         yield UNUSED_BY_LOSSLESS, f" with {lossless}: leave {{key}} out, or set lossless to false"
     elif settings.enabled and settings.levels == "uniform":
         levels = path_of(("weights", "levels"))

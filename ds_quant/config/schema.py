@@ -460,11 +460,23 @@ class QuantizedCommConfig(Block):
         return modules
 
     @property
+    def preset(self) -> QuantizedCommConfig:
+        """The block of this scheme without the user's keys."""
+        return parse_block({"scheme": self.scheme}, load_codecs=False)
+
+    @property
     def keeps_node_shard(self) -> bool:
         """True if ZeRO-3 keeps a copy of the weights in every node, given several nodes."""
         if self.node_shard is not None:
             return self.node_shard
         return self.weights.difference_key is not None
+
+    @property
+    def without_node_shard(self) -> str:
+        """The scheme without a node shard that is nearest to this one."""
+        if self.weights.sends_quantized_differences or self.gradients.enabled:
+            return "qsdp"
+        return "full_precision"
 
     def validate_stage(self, stage: int | None) -> None:
         """Raise ``ConfigError`` unless the block works under a ZeRO stage; None: not set."""
@@ -476,11 +488,15 @@ class QuantizedCommConfig(Block):
             )
         key = self.weights.difference_key
         if stage == 3 and key is not None and self.node_shard is False:
+            difference = f"{path_of(('weights', key))}=true"
+            way_out = f"leave {key} out"
+            if self.preset.weights.difference_key is not None:
+                difference = f'{path_of(("scheme",))}="{self.scheme}"'
+                way_out = f'use scheme "{self.without_node_shard}"'
             raise ConfigError(
-                f"{path_of(('weights', key))}=true conflicts with "
-                f"{path_of(('node_shard',))}=false under zero_optimization.stage=3: a difference "
-                f"is added to weights that every node keeps; set node_shard to true, or {key} "
-                "to false"
+                f"{path_of(('node_shard',))}=false conflicts with {difference} under ZeRO-3 and "
+                "FSDP2: weight differences are added to weights that every node keeps; leave "
+                f"node_shard out, or {way_out}"
             )
 
     def to_scheme(self) -> Scheme:

@@ -247,25 +247,51 @@ def refuse_full_replica(
 
     model_bytes: None if the model is not known.
     """
-    if not config.keeps_node_shard or node_size > 1 or world == 1 or config.allow_full_replica:
-        return
-    reference = config.weights.difference_key
-    setting = "node_shard" if reference is None else f"weights.{reference}"
+    if node_size == 1 and world > 1 and needs_two_per_node(config):
+        raise ConfigError(two_per_node(config, model_bytes=model_bytes, fsdp2=fsdp2))
+
+
+def needs_two_per_node(config: QuantizedCommConfig) -> bool:
+    """Return True if start-up refuses the block under ZeRO-3 on nodes with one rank."""
+    return config.keeps_node_shard and not config.allow_full_replica
+
+
+def two_per_node(
+    config: QuantizedCommConfig, *, model_bytes: float | None = None, fsdp2: bool = False
+) -> str:
+    """Describe a block that needs several GPUs per node: its cause, the reason and the ways out."""
+    setting, reason = _cause_of_node_shard(config)
     memory = "" if model_bytes is None else f", {model_bytes / 1e9:.3g} GB more"
-    if config.weights.enabled or config.gradients.enabled:
-        scheme = '"qsdp"'
-    elif fsdp2:
-        scheme = '"full_precision"'
+    stage = "use zero_optimization.stage 2 (which keeps that copy anyway)"
+    if not config.preset.keeps_node_shard:
+        way_out = f"leave {setting.partition('=')[0]} out"
     else:
-        scheme = '"full_precision"; "lossless" under stage 2 is exact, too'
-    front, way_out = "ZeRO-3", "use zero_optimization.stage 2 (which keeps that copy anyway), or "
-    if fsdp2:
-        front, way_out = "FSDP2", "or use "
-    raise ConfigError(
-        f"{KEY}.{setting}=true with one rank per node: under {front} the node shard is a full "
-        f"copy of the weights{memory} on every rank; set {KEY}.allow_full_replica to true to "
-        f"accept that, {way_out}a scheme without a node shard such as {scheme}"
+        way_out = f'use scheme "{config.without_node_shard}"'
+        if config.without_node_shard == "full_precision":
+            stage += ' with scheme "lossless"'
+    if not fsdp2:
+        way_out = f"{stage}, or {way_out}"
+    return (
+        f"{setting} under {'FSDP2' if fsdp2 else 'ZeRO-3'} needs two GPUs per node or more "
+        f"({reason} a copy of the weights in every node, which with one GPU is the whole "
+        f"model{memory}): {way_out}, or set {KEY}.allow_full_replica to true to accept that copy"
     )
+
+
+def _cause_of_node_shard(config: QuantizedCommConfig) -> tuple[str, str]:
+    """Return the setting that asks for a node shard, and the beginning of its reason.
+
+    The setting is the scheme if its own values ask for it, else the key of the user.
+    """
+    key = config.weights.difference_key
+    if key is None:
+        if config.preset.keeps_node_shard:
+            return f'scheme "{config.scheme}"', "it keeps"
+        return f"{KEY}.node_shard=true", "it keeps"
+    differences = "lossless weight differences" if key == "lossless" else "weight differences"
+    if config.preset.weights.difference_key == key:
+        return f'scheme "{config.scheme}"', f"its {differences} need"
+    return f"{KEY}.weights.{key}=true", f"{differences} need"
 
 
 def can_start(config: QuantizedCommConfig, *, stage: int, world: int, node_size: int) -> bool:

@@ -340,7 +340,7 @@ def _objection(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     """Return the reason why start-up refuses a scheme or another one is advised, or ""."""
     node_size = plan.cluster.node_size
     if not can_start(block, stage=plan.stage, world=plan.ranks, node_size=node_size):
-        return "start-up refuses it: needs allow_full_replica"
+        return "start-up refuses it: needs 2 GPUs per node, or allow_full_replica"
     group = group_of(name)
     if group == RESEARCH:
         return group

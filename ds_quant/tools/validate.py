@@ -82,9 +82,12 @@ def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     zero = refusals.section(param_dict, "zero_optimization")
     stock_reason = refusals.stock_gradients_reason(stage, lambda name: zero.get(name, True))
     verdict = f"{path}: valid"
+    refused_on_single_gpus = _refused_on_single_gpus(config, stage, arguments)
+    if refused_on_single_gpus:
+        verdict += " on nodes with two GPUs or more"
     if arguments.env and environment.is_source(param_dict):
         verdict += f", block from {VARIABLE}"
-    report = [verdict]
+    report = [verdict, *refused_on_single_gpus]
     report += _meaning(config, arguments, stage, itemsize, stock_reason)
     report += _node_shard(config, stage, itemsize, arguments)
     steps = _STAGES[stage]
@@ -141,19 +144,30 @@ def _node_shard(
     node_size = config.node_size or arguments.node_size
     if node_size is None:
         return [
-            f"node shard: {itemsize} / (ranks per node) bytes per parameter more on every rank; "
-            "refused with one rank per node (--node-size and --params check it and give the "
-            "memory)"
+            f"node shard: {itemsize} / (GPUs per node) bytes per parameter more on every GPU "
+            "(--node-size and --params give it in GB)"
         ]
     world = arguments.world or 2 * node_size  # if unknown: several nodes
     model_bytes = None if arguments.params is None else arguments.params * itemsize
     refusals.refuse_full_replica(config, world=world, node_size=node_size, model_bytes=model_bytes)
     if world == node_size:
-        return ["node shard: none, all ranks are on one node"]
-    line = f"node shard: {itemsize / node_size:.3g} bytes per parameter more on every rank"
+        return ["node shard: none, all GPUs are on one node"]
+    line = f"node shard: {itemsize / node_size:.3g} bytes per parameter more on every GPU"
     if model_bytes is not None:
         line += f" ({model_bytes / node_size / 1e9:.3g} GB)"
     return [line]
+
+
+def _refused_on_single_gpus(
+    config: QuantizedCommConfig, stage: int, arguments: argparse.Namespace
+) -> list[str]:
+    """Return start-up's refusal on nodes with one GPU, if the size of the nodes is not known."""
+    node_size = config.node_size or arguments.node_size
+    if stage != 3 or node_size is not None or arguments.world == 1:
+        return []
+    if not refusals.needs_two_per_node(config):
+        return []
+    return [f"on nodes with one GPU start-up refuses it: {refusals.two_per_node(config)}"]
 
 
 def _meaning(

@@ -120,7 +120,7 @@ def test_advice_of_sentences_and_tables_is_found() -> None:
 def test_advice_that_start_up_refuses_is_told_apart() -> None:
     (wrong,) = {a for a in advice_of("take `lossless` under ZeRO-2 or 3", "## One GPU per node", "")
                 if a.stage == 3}  # fmt: skip
-    with pytest.raises(ConfigError, match="one rank per node"):
+    with pytest.raises(ConfigError, match="needs two GPUs per node or more"):
         start(wrong)
 
 

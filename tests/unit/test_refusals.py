@@ -4,13 +4,15 @@ with which DeepSpeed loses gradients.
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 
-from ds_quant.config.schema import parse_block
+from ds_quant.config.presets import preset_names
+from ds_quant.config.schema import ConfigError, parse_block
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import stock_gradients_reason
 from ds_quant.zero.advice import advice
@@ -51,6 +53,80 @@ def test_what_looks_like_it_is_not_refused(name: str) -> None:
 def test_a_full_replica_needs_a_second_rank(world: int, node_size: int, refused: bool) -> None:
     config = parse_block({"scheme": "sdp4bit"})
     assert refusals.can_start(config, stage=3, world=world, node_size=node_size) is not refused
+
+
+REASON = "{} a copy of the weights in every node, which with one GPU is the whole model, 14 GB more"
+STAGE_2 = "use zero_optimization.stage 2 (which keeps that copy anyway)"
+
+
+@pytest.mark.parametrize(
+    ("block", "setting", "reason", "ways_out"),
+    [
+        (
+            {"scheme": "eden4"},
+            'scheme "eden4"',
+            "its weight differences need",
+            f'{STAGE_2}, or use scheme "qsdp"',
+        ),
+        (
+            {"scheme": "hybrid"},
+            'scheme "hybrid"',
+            "it keeps",
+            f'{STAGE_2} with scheme "lossless", or use scheme "full_precision"',
+        ),
+        (
+            {"weights": {"difference": True}},
+            "quantized_comm.weights.difference=true",
+            "weight differences need",
+            f"{STAGE_2}, or leave quantized_comm.weights.difference out",
+        ),
+        (
+            {"scheme": "full_precision", "node_shard": True},
+            "quantized_comm.node_shard=true",
+            "it keeps",
+            f"{STAGE_2}, or leave quantized_comm.node_shard out",
+        ),
+        (
+            {"scheme": "sdp4bit", "weights": {"lossless": True}},
+            "quantized_comm.weights.lossless=true",
+            "lossless weight differences need",
+            f'{STAGE_2}, or use scheme "qsdp"',
+        ),
+    ],
+)
+def test_one_gpu_per_node_is_refused_with_a_setting_that_the_user_wrote(
+    block: dict[str, Any], setting: str, reason: str, ways_out: str
+) -> None:
+    config = parse_block(block)
+    ways_out += ", or set quantized_comm.allow_full_replica to true to accept that copy"
+    with pytest.raises(ConfigError) as error:
+        refusals.refuse_full_replica(config, world=2, node_size=1, model_bytes=14e9)
+    assert str(error.value) == (
+        f"{setting} under ZeRO-3 needs two GPUs per node or more ({REASON.format(reason)}): "
+        f"{ways_out}"
+    )
+    refusals.refuse_full_replica(config, world=4, node_size=2, model_bytes=None)
+
+
+def test_the_refusal_under_fsdp2_names_no_stage() -> None:
+    with pytest.raises(ConfigError, match='scheme "eden4" under FSDP2 needs two') as error:
+        refusals.refuse_full_replica(
+            parse_block({"scheme": "eden4"}), world=2, node_size=1, model_bytes=None, fsdp2=True
+        )
+    assert "stage" not in str(error.value) and 'use scheme "qsdp"' in str(error.value)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_scheme_that_is_advised_instead_starts(name: str) -> None:
+    """Under ZeRO-3 on nodes with one GPU."""
+    config = parse_block({"scheme": name})
+    if refusals.can_start(config, stage=3, world=2, node_size=1):
+        return
+    *_, instead = re.findall(r'use scheme "(\w+)"', refusals.two_per_node(config))
+    assert refusals.can_start(parse_block({"scheme": instead}), stage=3, world=2, node_size=1)
+    in_stage_2 = re.findall(r'stage 2 .*? with scheme "(\w+)"', refusals.two_per_node(config))
+    for scheme in (*in_stage_2, name):
+        assert refusals.can_start(parse_block({"scheme": scheme}), stage=2, world=2, node_size=1)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,11 @@ in every micro-step; its sums are added, in fp32 and in micro-step order, to the
 this rank holds for every node: a rank of a node of G holds one G-th of a bucket. The second hop
 sends the partial sums at the last micro-step. Sums are linear and so is a rotation, so partial sums
 stay rotated; the signs must then be the same in all micro-steps of an optimizer step.
+
+[Note: two streams] The stream that begins a reduction may leave the wait for its last hop to
+another stream, so that its own later work does not wait for the link between the nodes. Before that
+the other stream waits for the first one. Memory of the first stream that the other one uses is
+recorded on it: the allocator must not give it to the first stream, which runs ahead.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ from ds_quant.comm.reduction_plan import (
 )
 from ds_quant.comm.slots import lay_out
 from ds_quant.comm.small_tensors import is_tight, padded
-from ds_quant.comm.transport import Communicator
+from ds_quant.comm.transport import Communicator, keep_for_current_stream
 from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
@@ -69,6 +74,7 @@ class Reduction:
         partial_sums: (plan.partial_numel,) fp32, see [Note: partial sums]; None if the hops follow
             each other.
         fresh: True to overwrite the partial sums instead of adding to them.
+        ends_elsewhere: True if another stream calls ``wait``, see [Note: two streams].
         then: called when all slices are done.
     """
 
@@ -82,12 +88,14 @@ class Reduction:
         *,
         partial_sums: Tensor | None = None,
         fresh: bool = False,
+        ends_elsewhere: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
         self._plan = plan
         self._sums = sums
         self._partial_sums = partial_sums
         self._fresh = fresh
+        self._ends_elsewhere = ends_elsewhere
         self._then = then
         self._rng_states = [RngState(hop, rotations) for hop in zip(*bound_codecs, strict=True)]
         first_hop = 1 if tensors is None else 0
@@ -99,8 +107,9 @@ class Reduction:
         for slice_plan in plan.slices if partial_sums is None else plan.deferred_slices:
             exchanges = self._reduce(slice_plan, tensors or ())
             next(exchanges)
-            self.advance()
-            if len(self._running) > 1:
+            if self._running:
+                self.advance()
+            if len(self._running) > 1 and not ends_elsewhere:
                 self._finish_oldest()
             self._running.append((exchanges, len(self._hops) - 1))
 
@@ -173,6 +182,10 @@ class Reduction:
                 all_to_all_input, sent=slice_hop.sent, received=slice_hop.received, role="gradients"
             )
             del buffers, all_to_all_input  # free for the next slice
+            if self._ends_elsewhere:  # all slices are in flight at once
+                all_to_all_output = empty
+                if partial_sums is None:
+                    previous_own = empty
             yield
             all_to_all_output = pending.wait()
             if partial_sums is None:
@@ -181,6 +194,8 @@ class Reduction:
                 self._accumulate(plan, all_to_all_output, own, partial_sums)
                 all_to_all_output = empty
         if self._sums is not None:
+            if self._ends_elsewhere:
+                keep_for_current_stream(previous_own, sums)
             buffers = [empty, empty, all_to_all_output, previous_own, sums]
             # Of the last hop: ``communicator`` and ``rng_state``.
             unpack(communicator, "gradients", plan.final_sums, buffers, rng_state)
@@ -280,6 +295,7 @@ class GradientSums:
         *,
         into: Tensor,
         partial_sums: Tensor | None = None,
+        ends_elsewhere: bool = False,
     ) -> Reduction:
         """Begin to fill ``into``: the sums of this rank lie at ``own``.
 
@@ -291,7 +307,14 @@ class GradientSums:
         if self._deliver is not None:
             then = partial(self._deliver, into, [hops[-1] for hops in bound_codecs])
         return Reduction(
-            self.plan, tensors, bound_codecs, rotations, into, partial_sums=partial_sums, then=then
+            self.plan,
+            tensors,
+            bound_codecs,
+            rotations,
+            into,
+            partial_sums=partial_sums,
+            ends_elsewhere=ends_elsewhere,
+            then=then,
         )
 
     def new_sums(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -73,6 +73,15 @@ def _wait_for(works: Sequence[tuple[int, Any]]) -> None:
             raise _lost(f"rank {rank}", error) from error
 
 
+def keep_for_current_stream(*tensors: Tensor) -> None:
+    """Keep the allocator from reusing CUDA tensors of another stream before the current stream has
+    passed its work so far.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def carries(process_group: Any, device: torch.device) -> str:
     """Return the backend that carries tensors of ``device``, such as "nccl"; "" if none does.
 

@@ -20,15 +20,22 @@ dropped. Anything else that writes a gradient between two backwards has written 
 error: of the optimizer step, because an exception inside a backward would leave FSDP2 with
 gradients that no method drops.
 
-[Note: replicas] With a replica in every node a rank of a node sums its part of a row over the
+[Note: gradients of replicas] With a replica in every node a rank of a node sums its part of a row over the
 nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all ranks.
+
+[Note: all-reduce stream] With replicas the custom reduce-scatter posts the messages between the
+nodes and does not wait for them. FSDP2's all-reduce hook waits, on FSDP2's all-reduce stream. That
+stream waits for the reduce-scatter before, and no later reduce-scatter waits for that stream. So
+the next modules' backward runs while this module's sums cross between the nodes. On the CPU there
+are no streams, and the hook blocks the host until the sums are there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +49,7 @@ from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.small_tensors import is_tight, small_tensors_last
+from ds_quant.comm.transport import keep_for_current_stream
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.sharded_module import ShardedModule
@@ -70,6 +78,28 @@ class _Plan:
     sums: GradientSums
     returned: ReturnedSums | None = None
     returned_codecs: Sequence[GradientCodecs] = ()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _BegunReduction:
+    """A reduction over all hops, whose last messages are posted.
+
+    sums: this rank's row; with replicas the part of it that this rank sums.
+    address: of the random bits.
+    """
+
+    plan: _Plan
+    reduction: Reduction
+    sums: Tensor
+    address: int
+
+    def finish(self, row: Tensor) -> None:
+        """Wait for the sums; with replicas write those of all nodes over ``row``."""
+        self.reduction.wait()
+        returned = self.plan.returned
+        if returned is not None:
+            codecs, signs = bind(self.plan.returned_codecs, self.address, self.address)
+            returned.send(self.sums, row, [bound for (bound,) in codecs], signs).wait()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,6 +154,8 @@ class QuantizedReduceScatter(ReduceScatter):
         self._plans = PlanCache()
         self._has_gradient: tuple[bool, ...] = ()  # by parameter, in this backward
         self._partial_sums: dict[_Plan, _PartialSums] = {}
+        # With replicas, between the reduce-scatter and the all-reduce hook.
+        self._begun: _BegunReduction | None = None
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
         self.last_reductions = 0  # in the last one
         # True if a gradient was written between two backwards of this optimizer step.
@@ -143,12 +175,14 @@ class QuantizedReduceScatter(ReduceScatter):
         def post_backward(*unused: Any) -> None:
             self._before_reduction()
             with profiler_range("reduce", self._sharded.title):
-                if has_replicas and not self._crosses:
-                    # FSDP2 calls the user's hook in backwards that reduce over the replicas only.
-                    with torch_names.without_all_reduce_hook(group):
-                        reduce(*unused)
-                else:
+                users_hook = group._all_reduce_hook
+                if has_replicas:
+                    # For this call only: the user may set another one at any time.
+                    group._all_reduce_hook = partial(self._all_reduce, users_hook)
+                try:
                     reduce(*unused)
+                finally:
+                    group._all_reduce_hook = users_hook
             for partial_sums in self._partial_sums.values():
                 partial_sums.note_versions()
 
@@ -177,9 +211,9 @@ class QuantizedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce ``input_tensor``, (ranks * row,), to this rank's row in ``output_tensor``.
 
-        1. encode the gradients and reduce them over the hops, with the sums written over the row,
-        of which padding stays as it is  2. with replicas exchange the sums between all nodes.
-        Before the last backward: 1. reduce inside the node  2. return zeros.
+        Encode the gradients and reduce them over the hops, with the sums written over the row, of
+        which padding stays as it is. With replicas post the last hop only: the all-reduce hook
+        writes the row. Before the last backward reduce inside the node, and return zeros.
         """
         self._run.refuse_capture()
         if not self._sharded.reduces:
@@ -187,17 +221,43 @@ class QuantizedReduceScatter(ReduceScatter):
             return self._own(output_tensor, input_tensor, group, op, async_op)
         self._context.after_reduction()
         plan = self._plan(input_tensor, self._scale(op))
+        self._begun = None
         if not self._crosses:
             self._accumulate(plan, input_tensor)
             output_tensor.zero_()
             return None
         own_sums = self._partial_sums.pop(plan, None)
-        self._reduce(plan, input_tensor, own_sums, output_tensor)
+        begun = self._begin(plan, input_tensor, own_sums, output_tensor)
+        if plan.returned is None:
+            self._finish(begun, output_tensor)
+            return None
+        if self._partial_sums:
+            self._context.partial_sums.wait()  # on this stream, which has begun to add to them
+        begun.reduction.advance()
+        self._begun = begun
+        return None
+
+    def _all_reduce(self, users_hook: Callable[[Tensor], None] | None, row: Tensor) -> None:
+        """Write the sums of all nodes over this rank's row: see [Note: all-reduce stream].
+
+        users_hook: called where FSDP2 calls it, in backwards that reduce over the replicas.
+        """
+        keep_for_current_stream(row)
+        begun = self._begun
+        if begun is None:  # a backward that stays inside the node
+            return
+        self._begun = None
+        self._finish(begun, row)
+        if users_hook is not None:
+            users_hook(row)
+
+    def _finish(self, begun: _BegunReduction, row: Tensor) -> None:
+        """Finish a reduction, and those of partial sums of other parameters."""
+        begun.finish(row)
         while self._partial_sums:
             _, other_sums = self._partial_sums.popitem()
-            self._add(other_sums, plan, output_tensor)
-        self._note_finite(plan.rows, output_tensor)
-        return None
+            self._add(other_sums, begun.plan, row)
+        self._note_finite(begun.plan.rows, row)
 
     def _note_finite(self, rows: ShardedModule, output: Tensor) -> None:
         """Note on the device if this rank's row is finite, without its padding."""
@@ -260,9 +320,10 @@ class QuantizedReduceScatter(ReduceScatter):
         group = self._sharded.group
         if not group.reduce_grads:
             return
-        self._drop_abandoned()
-        written = [each for each in self._partial_sums.values() if each.was_written()]
-        self.has_written_gradients |= bool(written)
+        if self._partial_sums:
+            self._drop_abandoned()
+            written = [each for each in self._partial_sums.values() if each.was_written()]
+            self.has_written_gradients |= bool(written)
         if self._partial_sums and self._crosses:
             self._give_zero_gradients()
         self.note_gradients([self._reduces(member) for member in self._sharded.members])
@@ -315,35 +376,33 @@ class QuantizedReduceScatter(ReduceScatter):
 
     # ---- one reduction ----
 
-    def _reduce(
+    def _begin(
         self,
         plan: _Plan,
         gradients: Tensor | None,
         partial_sums: _PartialSums | None,
-        output: Tensor,
-    ) -> None:
-        """Reduce gradients over all hops, with earlier partial sums, to this rank's row ``output``.
+        row: Tensor,
+    ) -> _BegunReduction:
+        """Begin to reduce gradients over all hops, with earlier partial sums, to this rank's row.
 
         gradients: None to reduce the partial sums alone.
         """
-        step = self._next_address()
-        bound_codecs, rotations = self._bind(plan, step)
+        address = self._next_address()
+        bound_codecs, rotations = self._bind(plan, address)
         values: Tensor | None = None
         if partial_sums is not None:
             values = self._context.partial_sums.release(partial_sums.values, partial_sums.last)
-        total = output
-        if plan.returned is not None:
-            total = plan.sums.new_sums(output.device)
-        plan.sums.begin(
+        has_replicas = plan.returned is not None
+        sums = plan.sums.new_sums(row.device) if has_replicas else row
+        reduction = plan.sums.begin(
             None if gradients is None else [gradients],
             bound_codecs,
             rotations,
-            into=total,
+            into=sums,
             partial_sums=values,
-        ).wait()
-        if plan.returned is not None:
-            codecs, signs = bind(plan.returned_codecs, step, step)
-            plan.returned.send(total, output, [bound for (bound,) in codecs], signs).wait()
+            ends_elsewhere=has_replicas,
+        )
+        return _BegunReduction(plan=plan, reduction=reduction, sums=sums, address=address)
 
     def _add(self, other: _PartialSums, plan: _Plan, output: Tensor) -> None:
         """Reduce partial sums of other parameters than those of ``plan``, and add them to its row.
@@ -352,7 +411,7 @@ class QuantizedReduceScatter(ReduceScatter):
         """
         rows = other.plan.rows
         row = torch.zeros(rows.row_numel, dtype=output.dtype, device=output.device)
-        self._reduce(other.plan, None, other, row)
+        self._begin(other.plan, None, other, row).finish(row)
         offsets = dict(zip(map(id, plan.rows.members), plan.rows.offsets, strict=True))
         for member, start, width in zip(rows.members, rows.offsets, rows.widths, strict=True):
             target = offsets.get(id(member))
@@ -403,12 +462,12 @@ class QuantizedReduceScatter(ReduceScatter):
         return 1 / (factor or self._run.world.hierarchy.size)
 
     def _bind(
-        self, plan: _Plan, step: int
+        self, plan: _Plan, address: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
         """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
         # One pattern of signs for all backwards whose rotated values are added up.
-        signs_step = self._run.step << 24 if self._context.defers_inter_node else step
-        return bind(plan.gradient_codecs, step, signs_step)
+        signs = address >> 24 << 24 if self._context.defers_inter_node else address
+        return bind(plan.gradient_codecs, address, signs)
 
     # ---- plans ----
 

@@ -498,6 +498,8 @@ class AttachedModel:
             prefetch=largest,
             itemsize=self._gradient_dtype().itemsize,
             exchanged_at_once=True,
+            # On a device with streams: see [Note: all-reduce stream] of gradients.py.
+            crossing_at_once=self.mesh.replicas > 1 and self.mesh.device.type != "cpu",
             slicing=self.run.slicing,
         )
 

@@ -6,8 +6,7 @@ with the releases of torch that README names; docs/new_torch.md says how to try 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -36,7 +35,6 @@ __all__ = [
     "is_last_backward",
     "param_groups",
     "replicas_of",
-    "without_all_reduce_hook",
     "without_replicas",
 ]
 
@@ -84,7 +82,7 @@ class ParamGroup(Protocol):
     gradient_divide_factor: float | None
     _all_gather_comm: AllGather
     _reduce_scatter_comm: ReduceScatter
-    _all_reduce_hook: Callable[[Tensor], None] | None
+    _all_reduce_hook: Callable[[Tensor], None] | None  # of set_all_reduce_hook
     post_backward: Callable[..., None]
 
 
@@ -150,18 +148,6 @@ def uses_torch_collectives(group: ParamGroup) -> bool:
     """Return True if the collectives of a group are those of torch."""
     collectives = group._all_gather_comm, group._reduce_scatter_comm
     return all(type(each).__module__.startswith("torch.") for each in collectives)
-
-
-@contextmanager
-def without_all_reduce_hook(group: ParamGroup) -> Iterator[None]:
-    """Keep FSDP2 from calling the hook of ``set_all_reduce_hook``."""
-    hook = group._all_reduce_hook
-    if hook is not None:
-        group._all_reduce_hook = lambda _: None
-    try:
-        yield
-    finally:
-        group._all_reduce_hook = hook
 
 
 # ---- meshes ----

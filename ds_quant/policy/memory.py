@@ -3,8 +3,9 @@
 [Note: counted buffers] Buffers of one rank that DeepSpeed alone would not have, without the memory
 that a scheme keeps between steps.
 Gradients: the messages of a bucket on every hop, fp32 copies of the own contributions and the fp32
-sums. Under ZeRO-1/2 a rank may own all of a bucket, whose sums are then delivered. Under DDP a
-bucket is sent in runs: while one is on its way out, the sums of the run before go back.
+sums. Where buckets do not wait for each other between the nodes, those of all buckets there. Under
+ZeRO-1/2 a rank may own all of a bucket, whose sums are then delivered. Under DDP a bucket is sent
+in runs: while one is on its way out, the sums of the run before go back.
 Weights under ZeRO-1/2: two windows of ``allgather_bucket_size``, one being decoded and one in
 flight. Under ZeRO-3: the message of the largest gather, and the messages in flight into the node
 shard.
@@ -34,6 +35,7 @@ class Sizes:
     under_way: buckets in flight at once.
     offloaded: True if the node shard is in host memory; a gather then copies its rows.
     exchanged_at_once: True if all own weights are in flight into the node shard at once.
+    crossing_at_once: True if the messages of all gradients are in flight between the nodes at once.
     """
 
     trained: int
@@ -45,6 +47,7 @@ class Sizes:
     under_way: int = 1
     offloaded: bool = False
     exchanged_at_once: bool = False
+    crossing_at_once: bool = False
     slicing: Slicing = Slicing()
 
 
@@ -87,10 +90,16 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
     if routes.two_levels:
         near = 1 - 1 / node_size
         share = bucket / node_size
-        messages = 2 * near * bucket * first_hop + share * FP32_BYTES
-        messages += (1 - 1 / nodes) * share * last_hop + (nodes - 1) * summed * last_hop
-        messages += summed * FP32_BYTES
-        messages *= min(1.0, 2 / sizes.slicing.slices(bucket))
+        running_slices = min(1.0, 2 / sizes.slicing.slices(bucket))
+        inside = 2 * near * bucket * first_hop + share * FP32_BYTES
+        if sizes.crossing_at_once:
+            one_way = last_hop / 2  # with replicas the volume counts both ways
+            crossing = summed * (2 * (nodes - 1) * one_way + 2 * FP32_BYTES)
+            returned = (summed + share) * one_way
+            return inside * running_slices + crossing * trained / bucket + returned
+        crossing = (1 - 1 / nodes) * share * last_hop + (nodes - 1) * summed * last_hop
+        crossing += summed * FP32_BYTES
+        messages = (inside + crossing) * running_slices
     elif any(hop.full_precision_own for hop in routes.gradients().hops):
         messages = 2 * (1 - 1 / ranks) * bucket * first_hop + summed * FP32_BYTES
     else:

@@ -98,6 +98,7 @@ class Case:
 
     block: of ``quantized_comm``; None: DeepSpeed alone.
     zero: keys of ``zero_optimization`` besides the stage.
+    replicas: under FSDP2 every node holds one (HSDP).
     """
 
     world: World
@@ -105,6 +106,7 @@ class Case:
     block: dict[str, Any] | None
     zero: dict[str, Any]
     model: Callable[[], nn.Module]
+    replicas: bool = False
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
@@ -180,11 +182,16 @@ def fsdp2_cost(case: Case) -> dict[str, float]:
 
     fake_world.join(case.world)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (case.world.ranks,))
+    block = dict(case.block or {})
+    if case.replicas:
+        shape = case.world.nodes, case.world.ranks_per_node
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (case.world.ranks,))
+        block["node_size"] = case.world.ranks_per_node
     root = nn.Sequential(fully_shard(case.model(), mesh=mesh, mp_policy=bf16))
     model = fully_shard(root, mesh=mesh, mp_policy=bf16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    block = {"node_size": case.world.ranks_per_node, **(case.block or {})}
     answer = patch.object(attaching, "handshake", return_value=case.world.ranks_per_node)
     with answer, fake_world.faked_cuda() as runner:
         front = attaching.attach(model, block, optimizer=optimizer)

@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_quant
 from ds_quant import fsdp2
-from ds_quant.fsdp2 import attaching
+from ds_quant.comm import reduce
+from ds_quant.fsdp2 import attaching, gradients
+from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.model import AttachedModel
 from tests.distributed.harness import OWN_GROUP, on_ranks, scratch
 from tests.thin import thinned
@@ -35,6 +37,10 @@ STEPS = 3
 FLOAT32_SUMS = {"reduce_dtype": torch.float32}
 ALLOWED = {"allow_full_replica": True}
 SAMPLED = {"metrics": {"interval": 2, "file": "metrics"}}
+WATCHED = {"fallback": {"on_nonfinite": "full_precision"}}
+ALL_REDUCES = "FSDP2 all-reduces"  # name of FSDP2's stream
+LOST_WAITS = {"wait": "FSDP2", "wait for all nodes": ALL_REDUCES}  # on streams of these names
+LOST_RECORDS = {"record of the row": gradients, "record of the sums": reduce}
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,9 @@ class Case:
     prefetch: explicit, forward and backward.
     checkpointed: layers run forward again in backward.
     after_attach, before_forward, after_step: get the model, the front and the step.
-    lost: "record" or "wait".
+    lost: "record": every record of the plugin on a stream; "record of the row" and "record of the
+        sums": one on FSDP2's all-reduce stream. "wait": every wait on FSDP2's streams; "wait for
+        all nodes": those on its all-reduce stream.
     """
 
     scheme: str
@@ -108,8 +116,13 @@ def _become_a_device(model: Any, lost: str) -> None:
     from tests.distributed import device_model
 
     device_model.become_a_device(model, keeps_records=lost != "record")
+
+    def new_stream(**options: Any) -> Any:
+        # FSDP2 gives all streams a priority but that of all-reduces.
+        return model.stream(f"FSDP2 {len(model.streams)}" if options else ALL_REDUCES)
+
     handle = SimpleNamespace(
-        Stream=lambda *_, **__: model.stream(f"FSDP2 {len(model.streams)}"),
+        Stream=new_stream,
         Event=lambda *_, **__: device_model.Event(model),
         current_stream=lambda *_: model.now,
         stream=model.on,
@@ -118,16 +131,18 @@ def _become_a_device(model: Any, lost: str) -> None:
         if hasattr(module, "_get_device_handle"):
             module._get_device_handle = lambda *_: handle
     torch.accelerator.current_stream = lambda *_: model.now
-    if lost == "wait":
+    if lost in LOST_WAITS:
         wait = device_model._Work.wait
 
-        def waiting_nowhere_in_fsdp2(work: Any) -> None:
-            if model.now.name.startswith("FSDP2"):
+        def waiting_elsewhere_only(work: Any) -> None:
+            if model.now.name.startswith(LOST_WAITS[lost]):
                 work._tensors = []
             else:
                 wait(work)
 
-        device_model._Work.wait = waiting_nowhere_in_fsdp2
+        device_model._Work.wait = waiting_elsewhere_only
+    if lost in LOST_RECORDS:
+        LOST_RECORDS[lost].keep_for_current_stream = lambda *_: None
 
 
 def _model(case: Case, ranks: fake_world.World) -> Any:
@@ -241,6 +256,16 @@ def write_weights(model: Any, front: AttachedModel, step: int) -> None:
             parameter.to_local().mul_(0.5)
 
 
+def freeze_in_turns(model: Any, front: AttachedModel, step: int) -> None:
+    """Other parameters have gradients in every backward of a step."""
+    frozen = model.layers[1].up.weight
+    frozen.requires_grad_(not frozen.requires_grad)
+
+
+def hook_of_the_user(model: Any, front: AttachedModel, step: int) -> None:
+    model.layers[0].set_all_reduce_hook(lambda gradients: gradients.mul_(0.5))
+
+
 SCHEMES = (
     "sdp4bit", "eden4", "qsdp", "zeropp", "hybrid", "full_precision", "lossless_w_g3", "lossless",
 )  # fmt: skip
@@ -253,6 +278,14 @@ CASES = {
     },
     "replicas": Case("eden4", replicas=True),
     "replicas, fp32 sums": Case("eden4", replicas=True, policy=FLOAT32_SUMS),
+    "replicas, one micro-step": Case("eden4", 1, replicas=True, prefetch=True),
+    "replicas, slices": Case("eden4", 2, replicas=True, block={"slices": 3}),
+    "replicas, payload checksums": Case(
+        "eden4", 2, replicas=True, block={"payload_checksum": True}
+    ),
+    "replicas, watched": Case("eden4", 2, replicas=True, block=WATCHED),
+    "replicas, frozen in turns": Case("eden4", replicas=True, before_forward=freeze_in_turns),
+    "replicas, a hook": Case("eden4", 2, replicas=True, after_attach=hook_of_the_user),
     "fp32 sums": Case("sdp4bit", policy=FLOAT32_SUMS),
     "one micro-step": Case("sdp4bit", 1),
     "payload checksums": Case("sdp4bit", block={"payload_checksum": True}),
@@ -300,6 +333,10 @@ CONTROLS = {
     "waits, no prefetch": Case("sdp4bit", lost="wait"),
     "waits, lossless": Case("lossless_w_g3", prefetch=True, lost="wait"),
     "waits, replicas": Case("eden4", replicas=True, prefetch=True, lost="wait"),
+    "waits for all nodes": Case("eden4", 1, replicas=True, lost="wait for all nodes"),
+    "records, replicas": Case("eden4", 1, replicas=True, lost="record"),
+    "record of the row": Case("eden4", 2, replicas=True, lost="record of the row"),
+    "record of the sums": Case("eden4", 1, replicas=True, lost="record of the sums"),
 }
 
 
@@ -307,3 +344,33 @@ CONTROLS = {
 @on_ranks(1, environment=OWN_GROUP)
 def test_a_lost_order_is_noticed(title: str) -> None:
     assert any("ds_quant/" in fault for fault in faults(CONTROLS[title]))
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["as it is", "control"])
+@on_ranks(1, environment=OWN_GROUP)
+def test_no_reduce_scatter_waits_for_the_sums_of_other_nodes(waits: bool) -> None:
+    """Nor does the compute before it, for which it waits.
+
+    waits: True to wait for the sums in the reduce-scatter, which the test must notice.
+    """
+    unknown: list[int] = []
+    call = QuantizedReduceScatter.__call__
+
+    def watch(model: Any, front: AttachedModel, step: int) -> None:
+        inter = f"group {id(front.run.world.hierarchy.inter.process_group)}"
+
+        def called(self: Any, output_tensor: Tensor, *args: Any, **options: Any) -> None:
+            call(self, output_tensor, *args, **options)
+            if waits:
+                self._all_reduce(None, output_tensor)
+            stream = torch.cuda.current_stream()
+            posted = stream._model.streams[inter].clock[inter]
+            unknown.append(posted - stream.clock.get(inter, 0))
+
+        QuantizedReduceScatter.__call__ = called
+
+    assert faults(Case("eden4", 1, replicas=True, after_attach=watch)) == []
+    modules = LAYERS + 1
+    # Of every module before: an exchange of sums and a gather of results; its own exchange.
+    expected = [0] * modules if waits else [2 * place + 1 for place in range(modules)]
+    assert unknown == STEPS * expected

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -102,6 +103,11 @@ def test_a_layer_of_a_large_model_stays_within_its_budget(scheme: str) -> None:
 # ---- under FSDP2 ----
 
 QUICK = ("full_precision", "qsdp", "sdp4bit")
+# The layer of Llama-7B with a replica in each of 4 nodes.
+REPLICAS = {
+    "full_precision": Budget(calls=349, kernels=5, messages=5),
+    "eden4": Budget(calls=512, kernels=11, messages=5),
+}
 NOTICING = 61
 
 
@@ -125,6 +131,13 @@ def check_fsdp2(scheme: str, zero: Budget) -> None:
 @pytest.mark.parametrize("scheme", QUICK)
 def test_a_layer_under_fsdp2_stays_within_the_budget_of_zero3(scheme: str) -> None:
     check_fsdp2(scheme, LAYER[scheme])
+
+
+@pytest.mark.parametrize("scheme", REPLICAS)
+def test_a_layer_with_replicas_stays_within_its_budget(scheme: str) -> None:
+    counts = measure_fsdp2(replace(llama_layer(scheme), replicas=True))
+    kernels = counts["launches"] + counts.get("torch", 0)
+    check(Budget(counts["calls"], kernels, counts["messages"]), REPLICAS[scheme])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume, stock_bytes
@@ -158,6 +159,21 @@ def test_buckets_under_way_take_memory_each() -> None:
     one, three = (peak_bytes(comm_volume, replace(sizes, under_way=n)) for n in (1, 3))
     # What is sent and arrives, a byte per element, and fp32 sums of a quarter.
     assert one == 2 * 10**5 + 10**5 and three == 3 * one
+
+
+def test_gradients_that_cross_at_once_keep_what_they_need_between_the_nodes() -> None:
+    """Of every bucket: both messages of an exchange, the own part of a row and its sums in fp32."""
+    routes = Routes(scheme=W8G4, stage=3, nodes=2, node_size=4, replicas=True)
+    plain = {"weights": 0, "gradients": 1, "full_precision_share": 0, "kept": {}}  # 1/2 each way
+    comm_volume = CommVolume(numel=10**6, routes=routes, gradients_intra=1, **plain)
+    sizes = Sizes(
+        trained=10**6, largest=10**4, bucket=10**5, slicing=Slicing(count=1), crossing_at_once=True
+    )
+    row = 10**5 // 4
+    inside = 2 * (3 / 4 * 10**5) + row * 4  # bytes that a module has inside its node
+    crossing = row / 2 * (2 * 0.5 + 2 * 4)
+    returned = (row / 2 + row) * 0.5
+    assert peak_bytes(comm_volume, sizes) == inside + 10 * crossing + returned
 
 
 @pytest.mark.parametrize(("nodes", "share"), [(1, 1 + 1 / 4), (2, 1 + 1 / 4 + 1 / 2)])

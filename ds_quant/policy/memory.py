@@ -73,13 +73,13 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
     node_size = routes.node_size
     bucket = min(trained, max(sizes.bucket, sizes.largest))
     # Bytes per element on the way back, on the last and on the first hop.
-    returned = 0.0
-    if routes.stage == 0:
-        returned = comm_volume.returned * comm_volume.numel / trained
+    returned = comm_volume.returned * comm_volume.numel / trained
     last_hop = comm_volume.gradients * comm_volume.numel / trained - returned
     first_hop = last_hop
     if routes.two_levels:
-        first_hop = comm_volume.gradients_intra * comm_volume.numel / trained - returned
+        first_hop = comm_volume.gradients_intra * comm_volume.numel / trained
+        if routes.stage == 0:  # the sums go back on both levels
+            first_hop -= returned
     # Most elements of the bucket that one rank owns, and that one rank sums: evenly over the ranks
     # or, under ZeRO-1/2, over those of one node.
     even = bucket / ranks
@@ -93,10 +93,12 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
         running_slices = min(1.0, 2 / sizes.slicing.slices(bucket))
         inside = 2 * near * bucket * first_hop + share * FP32_BYTES
         if sizes.crossing_at_once:
-            one_way = last_hop / 2  # with replicas the volume counts both ways
-            crossing = summed * (2 * (nodes - 1) * one_way + 2 * FP32_BYTES)
-            returned = (summed + share) * one_way
-            return inside * running_slices + crossing * trained / bucket + returned
+            crossing = summed * (2 * (nodes - 1) * last_hop + 2 * FP32_BYTES)
+            back = (summed + share) * returned
+            return inside * running_slices + crossing * trained / bucket + back
+        if routes.replicas:  # one bucket after the other: its sums follow its gradients
+            last_hop += returned
+            returned = 0.0
         crossing = (1 - 1 / nodes) * share * last_hop + (nodes - 1) * summed * last_hop
         crossing += summed * FP32_BYTES
         messages = (inside + crossing) * running_slices

@@ -4,6 +4,11 @@
 ``bucket_cap_mb``. So a bucket is cut into *runs*: consecutive parameters of at most ``RUN_NUMEL``
 elements, or one larger parameter. Memory then depends on the runs alone.
 
+[Note: pieces] Every rank sums an equal piece of a parameter; parameters too small for that have
+fewer pieces of at least ``PIECE_NUMEL`` elements, which take turns. The ranks that sum a parameter,
+and the borders of its pieces, do not depend on the bucket, so neither does a bit of the result: DDP
+builds its buckets anew after the first backward of a process, also of one that resumes a run.
+
 [Note: order of the exchanges] A run is reduced to the ranks that sum its parts, and the sums go
 back to all ranks (comm/returned_sums.py). While one run takes its next exchange, those before it
 take the following ones. The hook itself posts all exchanges, in one order on all ranks. A callback
@@ -41,6 +46,8 @@ from ds_quant.runtime.run import Run
 
 RUN_NUMEL = 1 << 23  # elements: a bucket of fp32 gradients has 6.6 million by default
 
+PIECE_NUMEL = 1 << 10
+
 _END = object()
 
 
@@ -64,6 +71,7 @@ class BucketReduction:
         self._plans: PlanCache[tuple[tuple[int, ...], torch.dtype, bool], list[_Plan]]
         self._plans = PlanCache()
         self._in_flight: list[Iterator[None]] = []  # oldest first
+        self._first_reducers = first_reducers(run.params, run.world.hierarchy.size)
 
     def begin(self, bucket: GradBucket, step: int, then: Callable[[], None]) -> None:
         """Begin to replace the values of a bucket by their mean over all ranks.
@@ -148,7 +156,7 @@ class BucketReduction:
             returned_codecs.append(tight_if_small(param, returned, dtype))
         numels = [param.shape.numel() for param in params]
         specs = [codecs.spec for codecs in gradient_codecs]
-        segments = even_segments(numels, specs, ranks=world.hierarchy.size)
+        segments = self._segments(params, specs)
         sums = GradientSums(
             segments, specs, world.hops, world.hierarchy.flat, scale=1 / world.hierarchy.size
         )
@@ -175,6 +183,30 @@ class BucketReduction:
             ),
         )
 
+    def _segments(self, params: Sequence[Param], specs: Sequence[GradientSpec]) -> list[Segment]:
+        """Return the pieces of parameters that lie end to end, small tensors last."""
+        starts = list(accumulate((param.shape.numel() for param in params), initial=0))
+        segments: list[Segment] = []
+        for index in small_tensors_last([spec.codecs[-1] for spec in specs]):
+            pieces = pieces_of(
+                params[index].shape.numel(),
+                specs[index].unit,
+                first=self._first_reducers[params[index]],
+                ranks=self._run.world.hierarchy.size,
+            )
+            for start, stop, rank in pieces:
+                segments.append(
+                    Segment(
+                        tensor=0,
+                        start=starts[index] + start,
+                        numel=stop - start,
+                        gradient=index,
+                        first=start,
+                        reducer=rank,
+                    )
+                )
+        return segments
+
 
 def _followed_by(exchanges: Iterator[None], then: Callable[[], None]) -> Iterator[None]:
     yield from exchanges
@@ -195,38 +227,27 @@ def runs_of(params: Sequence[Param]) -> Iterator[list[Param]]:
     yield members
 
 
-def even_segments(
-    numels: Sequence[int], specs: Sequence[GradientSpec], *, ranks: int
-) -> list[Segment]:
-    """Cut gradients that lie end to end: of those with equal specs every rank sums an equal part.
+def first_reducers(params: Sequence[Param], ranks: int) -> dict[Param, int]:
+    """Return for every parameter the rank that sums its first piece: see [Note: pieces]."""
+    reducers: dict[Param, int] = {}
+    pieces = 0  # of the parameters so far
+    for param in params:
+        reducers[param] = pieces % ranks
+        pieces += _num_pieces(param.shape.numel(), ranks)
+    return reducers
 
-    A gradient is cut between two groups of its codecs only.
+
+def pieces_of(numel: int, unit: int, *, first: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, rank that sums it) of every piece of a parameter.
+
+    unit: elements between which it may be cut. first: rank that sums its first piece.
     """
-    starts = list(accumulate(numels, initial=0))
-    alike: dict[GradientSpec, list[int]] = {}
-    for index in small_tensors_last([spec.codecs[-1] for spec in specs]):
-        alike.setdefault(specs[index], []).append(index)
-    segments: list[Segment] = []
-    for spec, indices in alike.items():
-        total = sum(numels[index] for index in indices)
-        end = 0  # of the gradients so far
-        for index in indices:
-            numel = numels[index]
-            borders: list[int] = []
-            for rank in range(ranks):
-                border = min(max(total * rank // ranks - end, 0), numel)
-                borders.append(border if border == numel else border // spec.unit * spec.unit)
-            borders.append(numel)
-            for rank, (start, stop) in enumerate(pairwise(borders)):
-                if start < stop:
-                    segment = Segment(
-                        tensor=0,
-                        start=starts[index] + start,
-                        numel=stop - start,
-                        gradient=index,
-                        first=start,
-                        reducer=rank,
-                    )
-                    segments.append(segment)
-            end += numel
-    return segments
+    count = _num_pieces(numel, ranks)
+    borders = [numel * piece // count // unit * unit for piece in range(count)] + [numel]
+    for piece, (start, stop) in enumerate(pairwise(borders)):
+        if start < stop:
+            yield start, stop, (first + piece) % ranks
+
+
+def _num_pieces(numel: int, ranks: int) -> int:
+    return max(1, min(ranks, numel // PIECE_NUMEL))

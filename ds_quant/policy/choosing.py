@@ -25,6 +25,7 @@ class Row(NamedTuple):
     replicated: under ZeRO-1/2.
     shared: under ZeRO-3 with several GPUs per node.
     alone: under ZeRO-3 with one GPU per node.
+    unsharded: under DDP, which sends no weights.
     ask: True if the gain is uncertain: only if ``ds_quant estimate`` predicts one.
     """
 
@@ -34,6 +35,7 @@ class Row(NamedTuple):
     shared: str
     alone: str
     ask: bool = False
+    unsharded: str = "eden4"
 
 
 # By Gb/s into a node from the others.
@@ -45,13 +47,13 @@ BETWEEN = (
 )
 # By Gb/s into a GPU, on one node.
 INSIDE = (
-    Row("one node, NVLink", 1000, NOTHING, NOTHING, NOTHING),
+    Row("one node, NVLink", 1000, NOTHING, NOTHING, NOTHING, unsharded=NOTHING),
     Row("one node, PCIe without peer access", 0, "eden4", "qsdp", "qsdp", ask=True),
 )
 
 
 class Place(NamedTuple):
-    """The ZeRO stage and the nodes of a job.
+    """The ZeRO stage and the nodes of a job; stage 0 is DDP.
 
     replica: True if a full copy of the weights on every rank is accepted (``allow_full_replica``).
     """
@@ -69,6 +71,8 @@ class Place(NamedTuple):
     @property
     def column(self) -> str:
         """The applicable field of a row."""
+        if self.stage == 0:
+            return "unsharded"
         if self.stage < 3:
             return "replicated"
         if self.node_size > 1 or self.replica:

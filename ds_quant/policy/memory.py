@@ -109,8 +109,12 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
     sums = owned * FP32_BYTES
     if owned > summed:  # delivered in 8 bits at least
         sums += summed * FP32_BYTES + (owned + summed) * max(1.0, last_hop)
-    buckets = min(sizes.under_way, ceil_div(trained, bucket))
-    return buckets * (messages + sums) + returned * bucket * (1 + _forwarded_share(comm_volume))
+    count = ceil_div(trained, bucket)
+    peak = min(sizes.under_way, count) * (messages + sums)
+    on_the_way_back = returned * bucket * (1 + _forwarded_share(comm_volume))
+    if count > sizes.under_way:
+        return peak + on_the_way_back
+    return max(peak, peak - messages + on_the_way_back)
 
 
 def _window(comm_volume: CommVolume, sizes: Sizes) -> float:

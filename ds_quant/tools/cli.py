@@ -119,7 +119,8 @@ def _plot(add: AddArgument) -> None:
 
 
 def _estimate(add: AddArgument) -> None:
-    add("--front", choices=("zero", "fsdp2"), default="zero", help="DeepSpeed ZeRO or FSDP2 (zero)")
+    fronts = ("zero", "fsdp2", "ddp")
+    add("--front", choices=fronts, default="zero", help="DeepSpeed ZeRO, FSDP2 or DDP (zero)")
     add("--params", type=numel, help="parameters, such as 7b or 7e9")
     add(
         "--trained",

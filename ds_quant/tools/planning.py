@@ -22,10 +22,12 @@ from ds_quant.policy.cost import Cluster, ParamSpec
 from ds_quant.policy.model import FetchSettings, Model
 from ds_quant.policy.timing import Rate
 from ds_quant.tools import forecast, probe
+from ds_quant.tools.ddp_plan import DdpPlan
 from ds_quant.tools.files import about, load
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan
 from ds_quant.tools.fsdp2_plan import Fsdp2Plan
 
+_KINDS = {"zero": Plan, "fsdp2": Fsdp2Plan, "ddp": DdpPlan}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LATENCY = 2e-5  # seconds per collective, unless probed
 
@@ -51,7 +53,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     Raises:
         ValueError: naming every option that is missing, or one that cannot work.
     """
-    if arguments.front == "fsdp2":
+    if arguments.front != "zero":
         _refuse_deepspeed_settings(arguments)
     path = arguments.ds_config
     settings = _read_settings(arguments)
@@ -76,12 +78,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
                 f"--gpus, which is {cluster.node_size}; make them equal or leave node_size out"
             )
     stock_reason = refusals.stock_gradients_reason(stage, lambda key: settings.zero.get(key, True))
-    kind = Fsdp2Plan if arguments.front == "fsdp2" else Plan
-    plan = kind(
+    plan = _KINDS[arguments.front](
         model=planned_model,
         dtype=dtype,
         stage=stage,
-        micro_steps=int(settings.accumulation),
+        micro_steps=1 if arguments.front == "ddp" else int(settings.accumulation),
         compute=arguments.step,
         cluster=cluster,
         # The schemes from which autotune chooses have rows anyway.
@@ -98,20 +99,25 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _refuse_deepspeed_settings(arguments: argparse.Namespace) -> None:
-    """Refuse options of DeepSpeed in a plan under FSDP2.
+    """Refuse options of DeepSpeed in a plan under FSDP2 or DDP.
 
     Raises:
         ValueError: naming each option, its value and the way out.
     """
+    front = arguments.front
+    shards = {
+        "fsdp2": "FSDP2 shards weights, gradients and optimizer states, as stage 3 does",
+        "ddp": "DDP shards nothing",
+    }
     problems = []
     if arguments.stage is not None:
         problems.append(
-            f"--stage {arguments.stage}: allowed with --front fsdp2: none; leave it out: FSDP2 "
-            "shards weights, gradients and optimizer states, as stage 3 does"
+            f"--stage {arguments.stage}: allowed with --front {front}: none; leave it out: "
+            f"{shards[front]}"
         )
     if arguments.ds_config is not None:
         problems.append(
-            f"--ds-config {arguments.ds_config}: allowed with --front fsdp2: none; give --dtype "
+            f"--ds-config {arguments.ds_config}: allowed with --front {front}: none; give --dtype "
             "and --accumulation instead"
         )
     if problems:
@@ -223,6 +229,8 @@ def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
 def _read_settings(arguments: argparse.Namespace) -> _Settings:
     """Read the DeepSpeed config, if given, and the options that replace its settings."""
     settings = _Settings(zero={})
+    if arguments.front == "ddp":  # models under DDP are fp32, or bf16 without fp32 masters
+        settings = _Settings(zero={}, stage=0, dtype="fp32")
     if arguments.ds_config is not None:
         with about(arguments.ds_config):
             config = load(arguments.ds_config)

@@ -16,6 +16,7 @@ from tests.distributed import scenarios
 from tests.distributed.cells import (
     Cannot,
     Featured,
+    Plays,
     Proven,
     RefusalProven,
     RefusesConfig,
@@ -44,6 +45,7 @@ UNSEEN = "the run goes on, and nobody knows that it is wrong"
 # Why a front cannot.
 OF_DEEPSPEED = Cannot("a setting of DeepSpeed")
 OF_FSDP2 = Cannot("a call of FSDP2")
+OF_DDP = Cannot("an argument or context of DDP")
 OWNS_OPTIMIZER = Cannot("DeepSpeed owns the optimizer")
 NO_CPU_OFFLOAD = RefusesModel(
     refusal=Refusal(model=trials.offloaded, message="CPUOffloadPolicy: leave offload_policy out"),
@@ -127,6 +129,7 @@ MODELS = (
         LOSS,
         zero=Trains(how=unclipped(1, 2, **EXPERTS[1]), remark=NO_OTHER_STAGES),
         fsdp2=tries(model=partial(wrapped, trials.Experts, layers=("first", "second", "third"))),
+        ddp=Plays(),
     ),
     Row(
         "MoE, experts split over ranks",
@@ -140,6 +143,7 @@ MODELS = (
             refusal=Refusal(model=trials.experts_apart, message="give fully_shard one mesh"),
             remark="give `fully_shard` one mesh",
         ),
+        ddp=Cannot("every rank holds the whole model"),
     ),
     Row(
         "AutoEP",
@@ -160,6 +164,7 @@ MODELS = (
             ),
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "pipeline parallel, fp32",
@@ -170,6 +175,11 @@ MODELS = (
             remark=f"{FEW_RANKS}; {NO_OTHER_STAGES}",
         ),
         fsdp2=STAGES_APART,
+        ddp=refused_in(
+            "ddp_life",
+            "models_that_cannot_be_served_are_refused_by_name",
+            remark="a `process_group` or `device_mesh` of part of the ranks",
+        ),
     ),
     Row(
         "pipeline parallel, bf16",
@@ -178,12 +188,22 @@ MODELS = (
             how=unclipped(1, **PIPELINE), few_ranks=True, remark=f"{FEW_RANKS}; {NO_OTHER_STAGES}"
         ),
         fsdp2=STAGES_APART,
+        ddp=refused_in(
+            "ddp_life",
+            "models_that_cannot_be_served_are_refused_by_name",
+            remark="a `process_group` or `device_mesh` of part of the ranks",
+        ),
     ),
     Row(
         "tensor parallel (mpu)",
         LOSS,
         zero=Trains(how=unclipped(**SLICED), few_ranks=True, remark=FEW_RANKS),
         fsdp2=TENSOR_PARALLEL,
+        ddp=refused_in(
+            "ddp_life",
+            "models_that_cannot_be_served_are_refused_by_name",
+            remark="a `process_group` or `device_mesh` of part of the ranks",
+        ),
     ),
     Row(
         "tensor parallel (AutoTP, `partition_config`)",
@@ -195,6 +215,7 @@ MODELS = (
             remark=FEW_RANKS,
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "sequence parallel (config)",
@@ -208,6 +229,7 @@ MODELS = (
             ),
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "Ulysses: one sequence over all ranks",
@@ -219,6 +241,7 @@ MODELS = (
             remark="Trainer's `ParallelismConfig`; with several sequences gloo in torch fails",
         ),
         fsdp2=tries(model=partial(wrapped, trials.SplitSequence)),
+        ddp=Plays(),
     ),
     Row(
         "frozen int8 base",
@@ -230,6 +253,7 @@ MODELS = (
             '("Invalid data type")',
         ),
         fsdp2=setups("weights_that_no_codec_takes_are_gathered_by_fsdp2_itself"),
+        ddp=Plays(),
     ),
     Row(
         "frozen bf16 base, fp32 adapter",
@@ -241,6 +265,7 @@ MODELS = (
             apart=0.01,
             remark="FSDP2 gathers modules of several dtypes itself",
         ),
+        ddp=Plays(),
     ),
     Row(
         "QLoRA: 4-bit base stored as bf16 (bitsandbytes)",
@@ -258,12 +283,14 @@ MODELS = (
             scheme="qsdp",
             remark="a layer of the same kind, without bitsandbytes",
         ),
+        ddp=Plays(),
     ),
     Row(
         "frozen module",
         LOSS,
         zero=Featured("frozen module"),
         fsdp2=proven("fsdp2", "frozen_adapters_and_resharding_train_as_alone"),
+        ddp=Plays(),
     ),
     Row(
         "low-rank adapter",
@@ -272,12 +299,14 @@ MODELS = (
         fsdp2=tries(
             model=partial(wrapped, trials.LowRank), optimizer=trained_only, scheme="sdp4bit"
         ),
+        ddp=Plays(),
     ),
     Row(
         "tied embeddings",
         LOSS,
         zero=Featured("tied embeddings"),
         fsdp2=proven("fsdp2_models", "models_train_as_alone_and_near_it_in_4_bits"),
+        ddp=Plays(),
     ),
     Row(
         "weight used by another module",
@@ -287,18 +316,21 @@ MODELS = (
             model=partial(wrapped, trials.Borrowing, layers=("first", "second", "third", "head")),
             remark="one that the root gathers",
         ),
+        ddp=Plays(),
     ),
     Row(
         "activation checkpointing",
         LOSS,
         zero=Featured("activation checkpointing"),
         fsdp2=proven("fsdp2_models", "models_train_as_alone_and_near_it_in_4_bits"),
+        ddp=Plays(),
     ),
     Row(
         "a layer that runs twice in a forward",
         LOSS,
         zero=equal_runs("overlap, two hops, backward in phases", stages=(3,)),
         fsdp2=tries(model=partial(wrapped, trials.Twice)),
+        ddp=Plays(),
     ),
     Row(
         "layers that run in some forwards only",
@@ -310,24 +342,28 @@ MODELS = (
             remark="the same on all ranks; others end the run",
         ),
         fsdp2=setups("modules_that_run_in_some_micro_steps_only", remark="the same on all ranks"),
+        ddp=Plays(),
     ),
     Row(
         "zero-size parameter",
         ENDS,
         zero=Featured("zero-size parameter", remark="DeepSpeed 0.17 and 0.18 cannot"),
         fsdp2=Cannot("FSDP2 itself cannot reduce one (torch 2.13)"),
+        ddp=Plays(),
     ),
     Row(
         "unused parameter",
         ENDS,
         zero=Featured("unused parameter"),
         fsdp2=proven("fsdp2_replicas", "a_parameter_without_a_gradient_stays_without_one"),
+        ddp=Plays(),
     ),
     Row(
         "dropout",
         "random numbers of the model change with the scheme",
         zero=Featured("dropout"),
         fsdp2=tries(model=partial(wrapped, trials.Dropping), scheme="eden4"),
+        ddp=Plays(),
     ),
     Row(
         "a method other than forward, such as `generate`",
@@ -339,12 +375,14 @@ MODELS = (
             scheme="eden4",
             remark="`register_fsdp_forward_method`",
         ),
+        ddp=Plays(),
     ),
     Row(
         "modules wrapped together, leaf modules",
         LOSS,
         zero=Featured("leaf modules"),
         fsdp2=proven("fsdp2_users", "modules_that_are_wrapped_together_are_served_once"),
+        ddp=Cannot("DDP wraps the model as a whole"),
     ),
     Row(
         "`keep_in_fp32_modules`: buffers that bf16 would round",
@@ -358,18 +396,21 @@ MODELS = (
             apart=0.01,
             remark="FSDP2 leaves buffers alone",
         ),
+        ddp=Plays(),
     ),
     Row(
         "built without weights (zero.Init, meta device)",
         "the run begins from other weights than those that were loaded",
         zero=Featured("built under zero.Init"),
         fsdp2=setups("a_model_on_the_meta_device_is_attached_before_its_weights_exist"),
+        ddp=Cannot("DDP sends weights of rank 0 to all at the start"),
     ),
     Row(
         "a wrapper around the model",
         ENDS,
         zero=noticed("engines_for_evaluation_follow_the_one_that_trains", 3),
         fsdp2=setups("a_root_that_is_not_wrapped_and_a_module_around_it"),
+        ddp=proven("ddp_life", "wrappers_around_ddp_are_opened"),
     ),
     Row(
         "shards of other dimensions than 0 (`shard_placement_fn`)",
@@ -378,6 +419,7 @@ MODELS = (
         fsdp2=refused_in(
             "fsdp2", "models_that_cannot_be_served_are_refused_by_name", remark="shard dim 0"
         ),
+        ddp=OF_FSDP2,
     ),
     Row(
         "replicas of the model in every node (HSDP)",
@@ -386,6 +428,7 @@ MODELS = (
         fsdp2=proven(
             "fsdp2_replicas", "full_precision_trains_as_hsdp_alone", "replicas_end_with_equal_bits"
         ),
+        ddp=Cannot("every rank holds the whole model"),
     ),
     Row(
         "parameters replaced while loading, or DTensors before they are sharded",
@@ -395,12 +438,18 @@ MODELS = (
             setups("parameters_replaced_after_fully_shard_are_those_that_train"),
             setups("parameters_that_are_dtensors_on_the_same_mesh_are_served"),
         ),
+        ddp=Cannot("DDP takes its parameters at the start"),
     ),
     Row(
         "part of the world: ensembles, sweeps",
         "models that should train apart become one",
         zero=Cannot("DeepSpeed takes all ranks"),
         fsdp2=setups("two_halves_of_the_world_train_apart"),
+        ddp=refused_in(
+            "ddp_life",
+            "models_that_cannot_be_served_are_refused_by_name",
+            remark="a `process_group` or `device_mesh` of part of the ranks",
+        ),
     ),
 )
 
@@ -413,6 +462,11 @@ TRAINING = (
             proven("fsdp2", "exact_schemes_train_as_fsdp2_alone"),
             proven("fsdp2_exact", "nothing_quantized_trains_as_fsdp2_alone"),
         ),
+        ddp=proven(
+            "ddp",
+            "nothing_quantized_trains_as_ddp_alone_bit_for_bit",
+            "nothing_quantized_trains_as_ddp_alone_on_four_ranks",
+        ),
     ),
     Row(
         "gradient accumulation",
@@ -422,6 +476,7 @@ TRAINING = (
             proven("fsdp2_exact", "nothing_quantized_trains_as_fsdp2_alone"),
             proven("fsdp2_replicas", "the_last_backward_is_declared_as_without_replicas"),
         ),
+        ddp=Plays(),
     ),
     Row(
         "accumulation of whole gradients (`no_sync`)",
@@ -430,6 +485,7 @@ TRAINING = (
             how=unclipped(1, accumulation=2, step=scenarios.no_sync), remark=NO_OTHER_STAGES
         ),
         fsdp2=tries(trials.without_sync, remark="`set_requires_gradient_sync(False)`"),
+        ddp=Plays(),
     ),
     Row(
         "fp32 accumulation",
@@ -449,6 +505,7 @@ TRAINING = (
             apart=0.01,
             remark="`reduce_dtype`",
         ),
+        ddp=Cannot("gradients have the dtype of the weights"),
     ),
     Row(
         "fp32 gradients on the wire",
@@ -460,6 +517,7 @@ TRAINING = (
             scheme="lossless",
             apart=0.01,
         ),
+        ddp=Cannot("gradients have the dtype of the weights"),
     ),
     Row(
         "fp16 with dynamic loss scale",
@@ -468,48 +526,56 @@ TRAINING = (
         fsdp2=tries(
             trials.loss_scaled, model=partial(sharded, mp_policy=FP16), scheme="eden4", apart=0.01
         ),
+        ddp=Plays(),
     ),
     Row(
         "torch autocast",
         LOSS,
         zero=Featured("torch autocast"),
         fsdp2=tries(trials.in_autocast, apart=0.01),
+        ddp=Plays(),
     ),
     Row(
         "compiled layers, backend eager",
         ENDS,
         zero=Trains(how=unclipped(step=scenarios.compiled), remark="`engine.compile()`"),
         fsdp2=tries(model=trials.compiled_layers),
+        ddp=Plays(),
     ),
     Row(
         "clipping",
         "the norm of gradients is another one",
         zero=Featured("clipping"),
         fsdp2=tries(trials.clipped, scheme="qsdp"),
+        ddp=Plays(),
     ),
     Row(
         "summed gradients",
         "gradients are a multiple of what they should be",
         zero=Featured("summed gradients"),
         fsdp2=tries(trials.summed, remark="`set_gradient_divide_factor(1.0)`"),
+        ddp=Cannot("DDP averages"),
     ),
     Row(
         "two forwards before one backward",
         LOSS,
         zero=Featured("two forwards before one backward"),
         fsdp2=tries(trials.two_forwards, scheme="eden4"),
+        ddp=Plays(),
     ),
     Row(
         "two backwards of one forward",
         WRONG_SUMS,
         zero=Untried(remark="`engine.backward` runs once per forward"),
         fsdp2=tries(trials.two_losses),
+        ddp=Cannot("DDP reduces the first backward of a forward only"),
     ),
     Row(
         "a loss in chunks",
         ENDS,
         zero=Untried(remark="`engine.backward` runs once per forward"),
         fsdp2=setups("a_loss_in_chunks_reduces_the_gradients_that_a_backward_has"),
+        ddp=Cannot("DDP reduces the first backward of a forward only"),
     ),
     Row(
         "order of gathers and reductions (prefetch, overlap)",
@@ -519,8 +585,15 @@ TRAINING = (
             trials.prefetched,
             remark="`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`",
         ),
+        ddp=Plays(),
     ),
-    Row("no overlap", LOSS, zero=Featured("no overlap"), fsdp2=Cannot("FSDP2 always overlaps")),
+    Row(
+        "no overlap",
+        LOSS,
+        zero=Featured("no overlap"),
+        fsdp2=Cannot("FSDP2 always overlaps"),
+        ddp=Cannot("DDP always overlaps"),
+    ),
     Row(
         "weights that stay gathered",
         STALE,
@@ -532,41 +605,67 @@ TRAINING = (
                 remark="`reshard_after_forward`, `set_reshard_after_backward`",
             ),
         ),
+        ddp=Cannot("no weights are sent"),
     ),
     Row(
         "weights gathered ahead (`unshard(async_op=True)`)",
         STALE,
         zero=OF_FSDP2,
         fsdp2=tries(trials.gathered_ahead, scheme="eden4"),
+        ddp=Cannot("no weights are sent"),
     ),
     Row(
         "parameters left out of sharding (`ignored_params`)",
         ENDS,
         zero=OF_FSDP2,
         fsdp2=tries(trials.reduced_by_the_user, model=trials.with_ignored),
+        ddp=proven(
+            "ddp_life",
+            "parameters_that_pass_the_hook_by_are_named",
+            remark="the start-up line names them",
+        ),
     ),
     Row(
-        "small gradient buckets", LOSS, zero=Featured("small gradient buckets"), fsdp2=OF_DEEPSPEED
+        "small gradient buckets",
+        LOSS,
+        zero=Featured("small gradient buckets"),
+        fsdp2=OF_DEEPSPEED,
+        ddp=Plays(),
     ),
     Row(
         "small gradient buckets, accumulated",
         LOSS,
         zero=Featured("small gradient buckets, accumulated"),
         fsdp2=OF_DEEPSPEED,
+        ddp=Plays(),
     ),
-    Row("round-robin gradients", LOSS, zero=Featured("round-robin gradients"), fsdp2=OF_DEEPSPEED),
-    Row("small weight buckets", LOSS, zero=Featured("small weight buckets"), fsdp2=OF_DEEPSPEED),
+    Row(
+        "round-robin gradients",
+        LOSS,
+        zero=Featured("round-robin gradients"),
+        fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
+    ),
+    Row(
+        "small weight buckets",
+        LOSS,
+        zero=Featured("small weight buckets"),
+        fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
+    ),
     Row(
         "`parameter_alignment`",
         LOSS,
         zero=Featured("`parameter_alignment`", remark="not in DeepSpeed 0.17 and 0.18"),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "one gather per tensor",
         LOSS,
         zero=Featured("one gather per tensor", remark="DeepSpeed 0.17 cannot"),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "all-reduced fetches",
@@ -576,6 +675,7 @@ TRAINING = (
             remark="on the CPU DeepSpeed before 0.19.8 computes with wrong weights",
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "`reduce_scatter: false`",
@@ -584,9 +684,22 @@ TRAINING = (
             "`reduce_scatter: false`", remark="gradients stay exact, and the start-up line says so"
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
-    Row("optimizer offload", LOSS, zero=Featured("optimizer offload"), fsdp2=NO_CPU_OFFLOAD),
-    Row("parameter offload", LOSS, zero=Featured("parameter offload"), fsdp2=NO_CPU_OFFLOAD),
+    Row(
+        "optimizer offload",
+        LOSS,
+        zero=Featured("optimizer offload"),
+        fsdp2=NO_CPU_OFFLOAD,
+        ddp=Cannot("DDP offloads nothing"),
+    ),
+    Row(
+        "parameter offload",
+        LOSS,
+        zero=Featured("parameter offload"),
+        fsdp2=NO_CPU_OFFLOAD,
+        ddp=Cannot("DDP offloads nothing"),
+    ),
     Row(
         "optimizer offload to NVMe",
         ENDS,
@@ -597,6 +710,7 @@ TRAINING = (
             remark="not tested; use cpu. Under ZeRO-1/2 DeepSpeed itself takes the CPU instead",
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "parameter offload to NVMe",
@@ -608,6 +722,7 @@ TRAINING = (
             remark="shards are not in memory when they are encoded; use cpu",
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
 )
 
@@ -617,12 +732,14 @@ OPTIMIZERS = (
         LOSS,
         zero=Trains(how=unclipped()),
         fsdp2=proven("fsdp2_exact", "nothing_quantized_trains_as_fsdp2_alone"),
+        ddp=Plays(),
     ),
     Row(
         "Adagrad",
         LOSS,
         zero=Trains(how=unclipped(optimizer=partial(torch.optim.Adagrad, lr=0.01))),
         fsdp2=tries(optimizer=trials.adagrad, rough=True),
+        ddp=Plays(),
     ),
     Row(
         "Muon",
@@ -653,30 +770,35 @@ OPTIMIZERS = (
             apart=0.0001,
             remark="one that gathers its matrices itself, in full precision",
         ),
+        ddp=Plays(),
     ),
     Row(
         "two parameter groups",
         LOSS,
         zero=Featured("two parameter groups"),
         fsdp2=tries(optimizer=trials.decay_groups),
+        ddp=Plays(),
     ),
     Row(
         "a schedule of learning rates",
         LOSS,
         zero=Featured("a schedule of learning rates"),
         fsdp2=tries(trials.schedule, scheme="sdp4bit"),
+        ddp=Plays(),
     ),
     Row(
         "a step that calls forward and backward (closure)",
         LOSS,
         zero=OWNS_OPTIMIZER,
         fsdp2=tries(trials.closed_over),
+        ddp=Plays(),
     ),
     Row(
         "several optimizers, one made anew, one per parameter in backward, none of torch's",
         STALE,
         zero=OWNS_OPTIMIZER,
         fsdp2=between_steps("any_optimizer_may_move_the_model"),
+        ddp=Plays(),
     ),
     Row(
         "an optimizer of another model",
@@ -687,12 +809,14 @@ OPTIMIZERS = (
             "an_optimizer_of_another_model_is_refused",
             remark="make it after `fully_shard`",
         ),
+        ddp=Cannot("the block follows no optimizer"),
     ),
     Row(
         "a step that only makes states",
         "a run that looks for a checkpoint has other random bits",
         zero=OWNS_OPTIMIZER,
         fsdp2=between_steps("a_step_that_only_makes_states_does_not_count"),
+        ddp=Cannot("the block follows no optimizer"),
     ),
     Row(
         "ZenFlow",
@@ -704,6 +828,7 @@ OPTIMIZERS = (
             remark="updates weights outside the optimizer step",
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
     Row(
         "SuperOffload",
@@ -716,6 +841,7 @@ OPTIMIZERS = (
             remark="needs CUDA, not tested",
         ),
         fsdp2=OF_DEEPSPEED,
+        ddp=OF_DEEPSPEED,
     ),
 )
 
@@ -728,6 +854,7 @@ BETWEEN_STEPS = (
             noticed("a_step_overwrites_weights_that_were_written", 1, 2),
         ),
         fsdp2=between_steps("forward_uses_weights_that_other_code_has_written"),
+        ddp=Plays(),
     ),
     Row(
         "averaged weights, swapped in for an evaluation",
@@ -737,18 +864,21 @@ BETWEEN_STEPS = (
             proven("written", "an_average_in_the_module_is_exported_and_stays", stages=(1, 2)),
         ),
         fsdp2=between_steps("averaged_weights_are_swapped_in_and_out"),
+        ddp=Plays(),
     ),
     Row(
         "weights perturbed between two forwards of a step (SAM)",
         STALE,
         zero=noticed("weights_that_come_and_go_between_steps", 3),
         fsdp2=between_steps("weights_are_perturbed_between_two_forwards_of_a_step"),
+        ddp=Plays(),
     ),
     Row(
         "rollback in memory",
         STALE,
         zero=noticed("weights_that_come_and_go_between_steps", 3),
         fsdp2=tries(trials.rolled_back, scheme="eden4"),
+        ddp=Plays(),
     ),
     Row(
         "NaN or infinity that is in the weights once",
@@ -758,12 +888,14 @@ BETWEEN_STEPS = (
             noticed("weights_that_come_and_go_between_steps", 3),
         ),
         fsdp2=tries(trials.not_finite_once, scheme="eden4"),
+        ddp=Plays(),
     ),
     Row(
         "a step left out for gradients that are not finite",
         "weights or the node's copies hold part of that step",
         zero=proven("exactness", "a_skipped_step_changes_no_weight_and_no_resume", stages=ALL),
         fsdp2=tries(trials.step_left_out, scheme="sdp4bit", remark="by a decision of all ranks"),
+        ddp=Plays(),
     ),
     Row(
         "a step that some ranks leave out",
@@ -773,6 +905,11 @@ BETWEEN_STEPS = (
             "fsdp2_between_steps",
             "ranks_that_step_alone_end_all_of_them",
             remark="the next forward ends all ranks: let them decide together",
+        ),
+        ddp=refused_in(
+            "ddp_life",
+            "a_replica_that_drifts_ends_all_ranks",
+            remark="`checksum_steps` ends all ranks",
         ),
     ),
     Row(
@@ -787,12 +924,14 @@ BETWEEN_STEPS = (
             equal_runs("crossing once, frozen between, ZeRO-2", stages=(2,)),
         ),
         fsdp2=between_steps("parameters_are_frozen_and_thawed_at_any_time"),
+        ddp=Plays(),
     ),
     Row(
         "parameters thawed or added (`add_param_group`)",
         "they train, and forward never sees it",
         zero=Cannot("DeepSpeed takes its parameters at the start"),
         fsdp2=between_steps("parameters_are_frozen_and_thawed_at_any_time"),
+        ddp=Cannot("DDP takes its parameters at the start"),
     ),
     Row(
         "an accumulation that is given up",
@@ -801,6 +940,7 @@ BETWEEN_STEPS = (
             "crossing once, abandoned, ZeRO-2", "crossing once, abandoned, ZeRO-3", stages=(2, 3)
         ),
         fsdp2=between_steps("an_accumulation_that_is_given_up_leaves_nothing"),
+        ddp=Plays(),
     ),
     Row(
         "gradients read between micro-steps",
@@ -813,6 +953,7 @@ BETWEEN_STEPS = (
             "a_step_after_gradients_were_written_between_backwards_names_the_way_out",
             remark="zeros, if they wait; gradients that are written there end the run",
         ),
+        ddp=Plays(),
     ),
     Row(
         "a boundary that the loop declares, or forgets",
@@ -827,12 +968,14 @@ BETWEEN_STEPS = (
             "gradients_left_inside_the_nodes_end_the_step",
             remark="a step without the last backward ends with an error",
         ),
+        ddp=Cannot("`no_sync` declares it"),
     ),
     Row(
         "evaluations between steps",
         "an evaluation changes the training",
         zero=equal_runs("evaluations, qsdp", "evaluations, sdp4bit"),
         fsdp2=proven("fsdp2_models", "evaluations_between_steps_change_no_bit_of_the_training"),
+        ddp=Plays(),
     ),
     Row(
         "a first forward in inference mode",
@@ -841,18 +984,21 @@ BETWEEN_STEPS = (
             "borrowed", "a_first_forward_that_only_evaluates_uses_what_later_ones_use", stages=(3,)
         ),
         fsdp2=between_steps("a_first_forward_in_inference_mode_does_not_spoil_the_copies"),
+        ddp=Plays(),
     ),
     Row(
         "a second engine that evaluates the module in training",
         STALE,
         zero=noticed("engines_for_evaluation_follow_the_one_that_trains", 3),
         fsdp2=Cannot("the model evaluates itself"),
+        ddp=Cannot("the model evaluates itself"),
     ),
     Row(
         "a frozen reference or teacher beside the model",
         "the teacher follows the student, or the other way round",
         zero=equal_runs("beside a frozen reference", stages=(2, 3)),
         fsdp2=tries(trials.with_a_frozen_teacher, scheme="eden4"),
+        ddp=Plays(),
     ),
     Row(
         "several models in one process, trained in turn",
@@ -864,12 +1010,14 @@ BETWEEN_STEPS = (
             remark="every one equals its run alone, bit for bit",
         ),
         fsdp2=tries(trials.with_an_opponent),
+        ddp=Plays(),
     ),
     Row(
         "exports and state dicts",
         "a saved model holds decoded weights",
         zero=proven("exactness", "exports_are_exact_and_leave_training_as_it_was", stages=ALL),
         fsdp2=proven("fsdp2", "a_loaded_checkpoint_resumes_bit_for_bit_and_is_exact"),
+        ddp=proven("ddp_life", "a_resumed_run_repeats_the_bits_of_the_one_that_went_on"),
     ),
     Row(
         "checkpoints, resumed",
@@ -879,12 +1027,14 @@ BETWEEN_STEPS = (
             proven("checkpoint", "checkpoints_cross_between_schemes", stages=(2, 3)),
         ),
         fsdp2=proven("fsdp2", "a_loaded_checkpoint_resumes_bit_for_bit_and_is_exact"),
+        ddp=proven("ddp_life", "a_resumed_run_repeats_the_bits_of_the_one_that_went_on"),
     ),
     Row(
         "a checkpoint that is written in the background",
         "it holds weights of a later step, or decoded ones",
         zero=proven("exactness", "a_checkpoint_written_in_the_background_is_exact", stages=(2,)),
         fsdp2=Untried(),
+        ddp=Untried(),
     ),
     Row(
         "a checkpoint on another number of ranks",
@@ -896,6 +1046,7 @@ BETWEEN_STEPS = (
             remark="`ds_to_universal`",
         ),
         fsdp2=proven("fsdp2", "a_saved_model_is_loaded_on_fewer_ranks_with_and_without_the_plugin"),
+        ddp=Untried(),
     ),
     Row(
         "master weights edited or refreshed by user code",
@@ -909,6 +1060,7 @@ BETWEEN_STEPS = (
             ),
         ),
         fsdp2=Cannot("parameters are the master weights"),
+        ddp=Cannot("parameters are the master weights"),
     ),
     Row(
         "captured CUDA graphs",
@@ -918,6 +1070,9 @@ BETWEEN_STEPS = (
             "fsdp2_setups",
             "a_captured_graph_is_refused",
             remark="capture no forward, backward or step",
+        ),
+        ddp=refused_in(
+            "ddp_life", "a_captured_graph_is_refused", remark="capture no forward or backward"
         ),
     ),
     Row(
@@ -931,6 +1086,7 @@ BETWEEN_STEPS = (
             "with the same bits; all ranks must call both",
         ),
         fsdp2=Cannot("a call of DeepSpeed"),
+        ddp=Cannot("a call of DeepSpeed"),
     ),
 )
 
@@ -940,24 +1096,28 @@ SETTINGS = (
         "the plugin changes a run that did not ask for it",
         zero=proven("untouched", "run_without_the_block_equals_one_without_the_plugin", stages=ALL),
         fsdp2=setups("without_a_block_a_loop_runs_and_the_log_says_so"),
+        ddp=proven("ddp_life", "without_a_block_a_loop_runs_and_the_log_says_so"),
     ),
     Row(
         "a block of the environment",
         ENDS,
         zero=equal_runs("a block of the environment", stages=(2, 3)),
         fsdp2=proven("fsdp2", "the_block_of_the_environment_is_attached_and_messages_are_checked"),
+        ddp=proven("ddp_life", "a_block_of_the_environment_and_a_message_that_changed_on_its_way"),
     ),
     Row(
         "`exclude`",
         "excluded parameters lose bits",
         zero=proven("features", "excluded_parameters_travel_exactly_and_others_do_not", stages=ALL),
         fsdp2=tries(block={"exclude": ["*"]}, scheme="qsdp", exact=True),
+        ddp=Plays(),
     ),
     Row(
         "`warmup_steps`",
         "the first steps are quantized, or all are exact",
         zero=equal_runs("warm-up", "lossless, warm-up"),
         fsdp2=tries(block={"warmup_steps": 9}, scheme="eden4", exact=True),
+        ddp=Plays(),
     ),
     Row(
         "`payload_checksum`",
@@ -966,25 +1126,29 @@ SETTINGS = (
             "checksums, sdp4bit, ZeRO-1", "checksums, qsdp, ZeRO-2", "checksums, sdp4bit, ZeRO-3"
         ),
         fsdp2=tries(block={"payload_checksum": True}),
+        ddp=Plays(),
     ),
     Row(
         "`metrics`",
         "a run that is watched trains another model",
         zero=equal_runs("metrics", stages=(2, 3)),
         fsdp2=tries(block={"metrics": {"file": "/dev/null", "interval": 1}}),
+        ddp=Plays(),
     ),
-    Row("`slices`", LOSS, zero=equal_runs("slices"), fsdp2=tries(block={"slices": 3})),
+    Row("`slices`", LOSS, zero=equal_runs("slices"), fsdp2=tries(block={"slices": 3}), ddp=Plays()),
     Row(
         "`backend`",
         "kernels of two machines give other bits",
         zero=equal_runs("overlap_comm, backend and checksums"),
         fsdp2=tries(block={"backend": "torch"}),
+        ddp=Plays(),
     ),
     Row(
         "lossless weights",
         "forward uses other weights than the optimizer has",
         zero=equal_runs("200 steps of ZeRO-1, lossless", "lossless, low-bit gradients"),
         fsdp2=proven("fsdp2_weights", "lossless_weights_are_those_of_exact_ones_bit_for_bit"),
+        ddp=Cannot("no weights are sent"),
     ),
     Row(
         "bytes that the start-up line promises",
@@ -993,6 +1157,11 @@ SETTINGS = (
         fsdp2=(
             setups("the_line_prices_fsdp2_alone_in_the_dtypes_that_it_sends"),
             proven("fsdp2_weights", "bytes_between_nodes_stay_below_a_bound"),
+        ),
+        ddp=proven(
+            "ddp",
+            "received_bytes_are_those_of_the_formula",
+            "eden4_receives_a_seventh_of_the_bytes_of_ddp",
         ),
     ),
     Row(
@@ -1005,6 +1174,7 @@ SETTINGS = (
             scheme="qsdp",
             schemes=("qsdp", "zeropp"),
         ),
+        ddp=Plays(),
     ),
 )
 
@@ -1014,6 +1184,7 @@ MEMORY_AND_LIFE = (
         "the run ends out of memory after hours",
         zero=proven("memory", "a_steady_step_allocates_no_large_buffer", stages=ALL),
         fsdp2=proven("memory", "a_steady_step_of_fsdp2_makes_one_row_a_module"),
+        ddp=proven("ddp_life", "memory_is_that_of_runs_and_the_line_promises_it"),
     ),
     Row(
         "memory between micro-steps",
@@ -1024,6 +1195,7 @@ MEMORY_AND_LIFE = (
             stages=(2, 3),
         ),
         fsdp2=setups("one_reduction_runs_between_two_backwards"),
+        ddp=Cannot("nothing waits between micro-steps"),
     ),
     Row(
         "memory that the start-up line predicts",
@@ -1033,6 +1205,7 @@ MEMORY_AND_LIFE = (
             proven("memory", "the_peak_under_fsdp2_is_never_below_what_is_alive"),
             proven("fsdp2_users", "the_start_up_line_names_what_stays_and_what_it_takes"),
         ),
+        ddp=proven("ddp_life", "memory_is_that_of_runs_and_the_line_promises_it"),
     ),
     Row(
         "too little memory for copies of the weights",
@@ -1048,6 +1221,7 @@ MEMORY_AND_LIFE = (
             "copies_that_do_not_fit_on_one_rank_are_refused_on_all",
             remark="the error names bytes and settings",
         ),
+        ddp=Cannot("no copies are kept"),
     ),
     Row(
         "copies of the weights in host memory",
@@ -1059,6 +1233,7 @@ MEMORY_AND_LIFE = (
             remark="with `offload_param`",
         ),
         fsdp2=Cannot("comes with `CPUOffloadPolicy`, which is refused"),
+        ddp=Cannot("no copies are kept"),
     ),
     Row(
         "a model or engine rebuilt in one process",
@@ -1069,6 +1244,7 @@ MEMORY_AND_LIFE = (
             stages=(3,),
         ),
         fsdp2=setups("a_deleted_model_is_freed_with_its_front"),
+        ddp=proven("ddp_life", "a_deleted_model_is_freed_with_its_front"),
     ),
     Row(
         "the plugin taken off in the middle of a run",
@@ -1083,6 +1259,11 @@ MEMORY_AND_LIFE = (
             "a_detached_model_trains_on_as_fsdp2_alone_and_is_attached_again",
             remark="`front.detach()`",
         ),
+        ddp=proven(
+            "ddp_life",
+            "a_detached_model_trains_on_as_ddp_alone_and_is_attached_again",
+            remark="`front.detach()`",
+        ),
     ),
     Row(
         "a failed start, tried again",
@@ -1092,13 +1273,35 @@ MEMORY_AND_LIFE = (
             setups("a_model_is_attached_once_and_a_failed_start_leaves_nothing"),
             setups("ranks_attach_together_after_an_attempt_that_one_gave_up"),
         ),
+        ddp=proven("ddp_life", "a_rank_that_does_not_attach_is_named_and_the_others_may_go_on"),
     ),
     Row(
         "memory that is not zeroed",
         "results depend on what lay in memory",
         zero=equal_runs("empty memory", stages=(2, 3)),
         fsdp2=tries(trials.accumulated, inside=full_of_nan, scheme="full_precision"),
+        ddp=Plays(),
     ),
+)
+
+OF_DDP_ONLY = (
+    Row("uneven inputs (`join`)", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row(
+        "parameters unused on some ranks, `find_unused_parameters`",
+        LOSS,
+        zero=OF_DDP,
+        fsdp2=OF_DDP,
+        ddp=Plays(),
+    ),
+    Row("`gradient_as_bucket_view`", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("one large bucket", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("bf16 weights", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("fp16 weights", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("gradients of several dtypes", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("buffers that DDP broadcasts", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("`channels_last`", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("`ZeroRedundancyOptimizer`", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
+    Row("a backward that raises", LOSS, zero=OF_DDP, fsdp2=OF_DDP, ddp=Plays()),
 )
 
 RANKS_AND_MESSAGES = (
@@ -1107,6 +1310,7 @@ RANKS_AND_MESSAGES = (
         LOSS,
         zero=equal_runs("late messages", stages=(2, 3)),
         fsdp2=tries(trials.accumulated, inside=late_messages),
+        ddp=Plays(),
     ),
     Row(
         "a message that changed on its way",
@@ -1125,6 +1329,11 @@ RANKS_AND_MESSAGES = (
                 remark="with `payload_checksum`, and lossless messages",
             ),
         ),
+        ddp=proven(
+            "ddp_life",
+            "a_block_of_the_environment_and_a_message_that_changed_on_its_way",
+            remark="with `payload_checksum`",
+        ),
     ),
     Row(
         "a rank that dies",
@@ -1133,6 +1342,7 @@ RANKS_AND_MESSAGES = (
             "faults", "survivors_end_in_time_with_a_clear_error_and_the_run_resumes", stages=ALL
         ),
         fsdp2=proven("fsdp2_weights", "a_lost_rank_ends_the_others_by_name"),
+        ddp=proven("ddp_life", "a_lost_rank_ends_the_others_by_name"),
     ),
     Row(
         "a rank without the plugin",
@@ -1148,6 +1358,11 @@ RANKS_AND_MESSAGES = (
             "a_rank_that_does_not_attach_is_named",
             remark="the error names the ranks",
         ),
+        ddp=refused_in(
+            "ddp_life",
+            "a_rank_that_does_not_attach_is_named_and_the_others_may_go_on",
+            remark="the error names the ranks",
+        ),
     ),
     Row(
         "a rank with another block",
@@ -1160,6 +1375,11 @@ RANKS_AND_MESSAGES = (
         ),
         fsdp2=refused_in(
             "fsdp2", "ranks_with_other_blocks_are_named", remark="the error names ranks and keys"
+        ),
+        ddp=refused_in(
+            "ddp_life",
+            "ranks_with_other_settings_or_models_are_named",
+            remark="the error names ranks and keys",
         ),
     ),
     Row(
@@ -1177,6 +1397,12 @@ RANKS_AND_MESSAGES = (
             "replicas_that_differ_end_the_run_on_all_ranks",
             remark="`checksum_steps`",
         ),
+        ddp=proven(
+            "ddp_life",
+            "a_replica_that_drifts_ends_all_ranks",
+            "ranks_that_leave_join_early_are_not_taken_for_drift",
+            remark="`checksum_steps`",
+        ),
     ),
     Row(
         "gradients that are not finite (`fallback.on_nonfinite`)",
@@ -1190,6 +1416,7 @@ RANKS_AND_MESSAGES = (
             "a_step_with_inf_ends_all_ranks_if_asked_to",
             remark="the loop asks `front.found_nonfinite()`",
         ),
+        ddp=proven("ddp_life", "rounds_after_gradients_that_are_not_finite_are_exact"),
     ),
     Row(
         "the file that ends quantization (`DS_QUANT_KILL_FILE`)",
@@ -1200,6 +1427,7 @@ RANKS_AND_MESSAGES = (
         fsdp2=proven(
             "fsdp2_fallback", "a_kill_file_on_one_rank_sends_all_of_them_in_full_precision"
         ),
+        ddp=proven("ddp_life", "a_kill_file_on_one_rank_sends_all_of_them_in_full_precision"),
     ),
     Row(
         "`autotune`",
@@ -1210,6 +1438,7 @@ RANKS_AND_MESSAGES = (
             "a_model_under_fsdp2_takes_the_fastest_on_its_links",
             remark="refused with replicas",
         ),
+        ddp=proven("ddp_life", "autotune_takes_the_fastest_on_the_links"),
     ),
     Row(
         "learned levels",
@@ -1220,6 +1449,7 @@ RANKS_AND_MESSAGES = (
             "levels_are_learned_from_the_shards_of_all_ranks",
             "a_resumed_run_goes_on_with_the_levels_it_has_learned",
         ),
+        ddp=Cannot("levels are those of weights"),
     ),
     Row(
         "collectives of the user (`set_custom_all_gather`, `set_custom_reduce_scatter`)",
@@ -1230,18 +1460,25 @@ RANKS_AND_MESSAGES = (
             "collectives_of_the_user_are_refused",
             remark="before `attach`, and at the next step if they are set later",
         ),
+        ddp=refused_in(
+            "ddp_life",
+            "a_second_hook_is_refused_by_name",
+            remark="a second communication hook, in torch's words if it comes later",
+        ),
     ),
     Row(
         "a hook of `set_all_reduce_hook` under HSDP",
         "it runs in micro-steps in which FSDP2 does not call it",
         zero=OF_FSDP2,
         fsdp2=between_steps("a_hook_of_replicas_runs_in_the_backwards_in_which_fsdp2_calls_it"),
+        ddp=OF_FSDP2,
     ),
     Row(
         "kernels compiled and ranks connected at the start (CUDA)",
         "the first step takes tens of seconds",
         zero=proven("rehearsal", "training_launches_nothing_new", stages=ALL),
         fsdp2=proven("rehearsal", "training_under_fsdp2_launches_nothing_new"),
+        ddp=Untried(),
     ),
 )
 
@@ -1249,7 +1486,7 @@ RANKS_AND_MESSAGES = (
 MIGRATE = "both would quantize; use scheme `zeropp`"
 REFUSED_SETTINGS = tuple(
     (
-        Row(name, LOSS, zero=refused, fsdp2=OF_DEEPSPEED)
+        Row(name, LOSS, zero=refused, fsdp2=OF_DEEPSPEED, ddp=OF_DEEPSPEED)
         for name, refused in {
             "hpZ": RefusesConfig(
                 zero={"zero_hpz_partition_size": 2},
@@ -1298,6 +1535,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     "Between steps": BETWEEN_STEPS,
     "Settings of the block": SETTINGS,
     "Memory, start and end": MEMORY_AND_LIFE,
+    "DDP's own arguments and contexts": OF_DDP_ONLY,
     "Ranks and messages": RANKS_AND_MESSAGES,
     "Settings that quantize, shard or compile by themselves": REFUSED_SETTINGS,
 }

@@ -4,6 +4,7 @@
 Trains   ZeRO: ``test_support.py`` trains the feature with and without a block
 Featured ZeRO: ``test_features.py`` does, and ``test_streams.py``
 Tries    FSDP2: ``test_behaviours.py`` runs the trial with FSDP2 alone and with a block
+Plays    DDP: ``test_ddp_behaviours.py`` does so with the trial of the row's name
 Proven   other tests prove it, which run by themselves
 Refuses  start-up refuses it with an error that names a way out
 Cannot   the front itself has no such thing: a reason
@@ -26,7 +27,7 @@ Version = tuple[int, int]
 
 # The columns of the table: argument of ``Row`` -> title. A new one makes every row fail that does
 # not speak of it.
-FRONTS = {"zero": "ZeRO", "fsdp2": "FSDP2"}
+FRONTS = {"zero": "ZeRO", "fsdp2": "FSDP2", "ddp": "DDP"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,15 @@ class Tries(Cell):
     @property
     def files(self) -> tuple[str, ...]:
         return ("test_behaviours.py",)
+
+
+@dataclass(frozen=True)
+class Plays(Cell):
+    """A program under DDP: the trial of ddp_trials.py with the name of the row."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return ("test_ddp_behaviours.py",)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ def test_every_row_speaks_of_every_front() -> None:
 def test_a_front_that_forgets_a_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new column, and a row that speaks of one front only."""
     forgetful = Row("a new behaviour", "", zero=Cannot("a reason"))
-    assert silent({forgetful.name: forgetful}) == ["a new behaviour: FSDP2"]
-    monkeypatch.setitem(FRONTS, "ddp", "DDP")
-    assert silent(TABLE) == [f"{name}: DDP" for name in TABLE]
+    assert silent({forgetful.name: forgetful}) == ["a new behaviour: FSDP2", "a new behaviour: DDP"]
+    monkeypatch.setitem(FRONTS, "pipe", "pipelines")
+    assert silent(TABLE) == [f"{name}: pipelines" for name in TABLE]
     with pytest.raises(TypeError, match=r"\['fsdp'\] are no fronts"):
         Row("misspelt", "", fsdp=Cannot("a reason"))
 

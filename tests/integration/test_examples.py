@@ -94,6 +94,43 @@ def check_fsdp2(printed: str) -> None:
     assert len(found) == 4 and found[-1] < found[0] - 1, printed
 
 
+def test_ddp_trains_without_deepspeed(folder: Path) -> None:
+    printed, _ = harness.run(_script, 2, str(folder), "ddp.py", environment=harness.OWN_GROUP)
+    check_ddp(printed)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    thinned(
+        [
+            ("ddp_trainer.py", "out/model.safetensors"),
+            ("ddp_accelerate.py", "out/model.safetensors"),
+        ],
+        lambda name, _: name == "ddp_trainer.py",
+    ),
+)
+def test_ddp_trains_under_trainer_and_accelerate(folder: Path, name: str, saved: str) -> None:
+    environment = {"ACCELERATE_USE_CPU": "true"} | harness.OWN_GROUP
+    printed, _ = harness.run(_script, 2, str(folder), name, environment=environment)
+    check_ddp(printed)
+    assert (folder / saved).exists()
+
+
+@pytest.mark.slow
+def test_ddp_trains_under_lightning(folder: Path) -> None:
+    needs.libraries("lightning", extra="hf")
+    launch = (sys.executable, "-m", "torch.distributed.run", *options_of_torchrun().split())
+    check_ddp("".join(run_both(*launch, "ddp_lightning.py", cwd=folder, **QUIET)))
+
+
+def check_ddp(printed: str) -> None:
+    """Check that the start-up line was printed once, and that the loss falls."""
+    assert printed.count("quantized_comm: eden4 on DDP, ") == 1, printed
+    assert "no_sync() of the DDP model" not in printed
+    found = losses(printed)
+    assert len(found) >= 4 and found[-1] < found[0] - 0.5, printed
+
+
 def _sharded_on_the_cpu(folder: str, name: str) -> str:
     """Run a script of Accelerate's FSDP2 plugin, which it uses on GPUs only.
 

@@ -1,0 +1,55 @@
+"""Train under DistributedDataParallel, without DeepSpeed.
+
+torchrun --standalone --nproc-per-node 2 ddp.py
+"""
+
+import data
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_quant
+from ds_quant import ddp
+
+STEPS = 20
+MICRO_STEPS = 2
+
+
+def main():
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    model = DistributedDataParallel(data.model().to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ddp.attach(model, {"scheme": "eden4"}, optimizer=optimizer)
+
+    samples = data.rows()[rank::world]
+
+    def backward(micro_step):
+        chosen = samples[4 * micro_step : 4 * micro_step + 4]
+        batch = {key: torch.stack([row[key] for row in chosen]).to(device) for key in chosen[0]}
+        loss = model(**batch).loss
+        (loss / MICRO_STEPS).backward()
+        return loss.item()
+
+    for step in range(STEPS):
+        first = MICRO_STEPS * step
+        with model.no_sync():  # gradients are sent by the last backward alone
+            for micro_step in range(first, first + MICRO_STEPS - 1):
+                backward(micro_step)
+        loss = backward(first + MICRO_STEPS - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and (step + 1) % 5 == 0:
+            print(f"step {step + 1}: loss {loss:.3f}", flush=True)
+    if rank == 0:
+        hops = ds_quant.report(model)["received_bytes"]["gradients"]
+        print(f"gradients received_bytes: {sum(hops.values()):.3g}", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

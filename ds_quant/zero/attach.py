@@ -48,7 +48,6 @@ from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.report import figures
 from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.startup_line import line_of
 from ds_quant.zero.telemetry import Telemetry, is_read
@@ -108,7 +107,7 @@ def attach(engine: Engine, optimizer: Any) -> None:
         run.notices.append(f"from {VARIABLE}")
     if world == 1:
         run.notices.append("single rank: nothing to communicate")
-        attached = AttachedEngine(front=front, hooks=events)
+        attached = AttachedEngine(front=front, events=events)
     elif front.stage == 3:
         attached = _attach_shards(front, events, optimizer)
     else:
@@ -205,7 +204,7 @@ def _connect(attached: AttachedEngine, config: QuantizedCommConfig, *, trains: b
 
     trains: False for inference, which has no optimizer step.
     """
-    front, run, events = attached.front, attached.run, attached.hooks
+    front, run, events = attached.front, attached.run, attached.events
     telemetry: Telemetry | None = None
     rank, world = hooks.rank_and_world()
     fallback = _make_fallback(attached, config.fallback)
@@ -264,7 +263,7 @@ def _add_message_checks(run: Run, events: hooks.Hooks, *, after_save: bool) -> N
 
 def _add_weight_updates(attached: AttachedEngine) -> None:
     """After an update: learn levels, refresh the node shard, then compare the copies."""
-    run, after_update = attached.run, attached.hooks.after_update
+    run, after_update = attached.run, attached.events.after_update
     fetch, node_shard, weight_cache = attached.fetch, attached.node_shard, attached.weight_cache
     if fetch is not None:
         if run.scheme.level_steps:
@@ -338,7 +337,7 @@ def _attach_shards(
             events.after_backward.append(front.after_backward)
         muon.attach(run, front.engine, events)
     return AttachedEngine(
-        front=front, hooks=events, fetch=fetch, partial_gradients=partial_gradients
+        front=front, events=events, fetch=fetch, partial_gradients=partial_gradients
     )
 
 
@@ -413,7 +412,7 @@ def _attach_replica(
         front.engine, optimizer, waiting=partial_gradients is not None
     )
     return AttachedEngine(
-        front=front, hooks=events, replica=replica, partial_gradients=partial_gradients
+        front=front, events=events, replica=replica, partial_gradients=partial_gradients
     )
 
 
@@ -522,7 +521,7 @@ def exact_weights(engine: Any) -> AbstractContextManager[object]:
     attached = _attached(engine, "exact_weights")
     if attached is None or attached.replica is None:
         return nullcontext()
-    return hooks.opened(attached.hooks.around_export)
+    return hooks.opened(attached.events.around_export)
 
 
 def resync(engine: Any) -> None:
@@ -575,4 +574,4 @@ def report(engine: Any) -> dict[str, Any] | None:
         line: the start-up line.
     """
     attached = _attached(engine, "report")
-    return None if attached is None else figures(attached)
+    return None if attached is None else attached.figures()

@@ -25,6 +25,7 @@ class ChunkedExchange:
 
     def __init__(self) -> None:
         self._ahead: deque[Chunk] = deque()  # to be posted
+        # Messages in memory, of at most EXCHANGED_AT_ONCE chunks: each until it was waited for.
         self._posted: deque[tuple[Collection[Hashable], Pending[Any]]] = deque()
         self._missing: set[Hashable] = set()  # parameters of all chunks that have not arrived
 

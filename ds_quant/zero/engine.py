@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ds_quant.runtime.copies import WeightCache
+from ds_quant.runtime.figures import figures
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.warmup import MessageKinds
+from ds_quant.zero import hooks
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.front import EngineFront
-from ds_quant.zero.hooks import Hooks
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.replica import Replica
+from ds_quant.zero.startup_line import line_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,7 +32,7 @@ class AttachedEngine:
     """
 
     front: EngineFront
-    hooks: Hooks
+    events: hooks.Hooks
     fetch: Fetch | None = None
     replica: Replica | None = None
     partial_gradients: PartialGradients | None = None
@@ -74,3 +77,21 @@ class AttachedEngine:
             crosses_once=self.partial_gradients is not None,
             has_few_ranks=front.has_few_ranks,
         )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of ``ds_quant.report``."""
+        front, engine, sums = self.front, self.front.engine, self.partial_gradients
+        return {
+            "stage": front.stage,
+            "micro_steps": engine.micro_steps,
+            "not_counted": ["gradients"] if front.stock_gradients_reason else [],
+            "gathers": front.gathers,
+            **figures(
+                self.run,
+                micro_steps=engine.gradient_accumulation_steps(),
+                kept_bytes=0 if self.node_shard is None else self.node_shard.nbytes(),
+                held_bytes=0 if sums is None else sums.most_nbytes,
+                accumulates=hooks.accumulates(engine),
+            ),
+            "line": line_of(front),
+        }

@@ -31,7 +31,7 @@ from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.small_tensors import SMALL_NUMEL, small_tensors_last
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.runtime.param import ABSENT, DECODED, EXACT, Param
-from ds_quant.zero import accelerator, offload, sharded_params
+from ds_quant.zero import accelerator, sharded_params
 from ds_quant.zero.deepspeed_types import GatherHandle, ZeroParameter
 from ds_quant.zero.front import EngineFront
 from ds_quant.zero.hooks import Hooks
@@ -149,15 +149,10 @@ class Fetch:
         """Serve gathers from a node shard from now on, if the scheme has one."""
         if not self._run.routes.keeps_shard:
             return
-        self.node_shard = NodeShard(
-            self._run,
-            self._parameters,
-            self._updated or (),
-            self.barrier,
-            on_host=offload.offloads_parameters(self._front.engine),
-        )
+        node = NodeShard(self._front, self._parameters, self._updated or (), self.barrier)
+        self.node_shard = node
         for parameter in self._parameters:
-            sharded_params.wrap_partition(parameter, self.node_shard.resync, owner=self)
+            sharded_params.wrap_partition(parameter, node.resync, owner=self)
 
     def ids(self) -> set[int]:
         """Return the ids of the module's parameters."""
@@ -336,7 +331,7 @@ class _FetchHandle:
     """DeepSpeed's gather handle, for our gathers and DeepSpeed's own.
 
     ``wait`` is called once per parameter. DeepSpeed keeps the handle until the last parameter is
-    used, so it must not keep the values.
+    used, so the first ``wait`` frees the values.
     """
 
     def __init__(self, gathers: list[_Gather], foreign_handle: GatherHandle | None = None) -> None:

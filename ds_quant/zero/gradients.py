@@ -161,6 +161,7 @@ class GradientReducer:
         self._front = front
         self._run = front.run
         self._partial_gradients = partial_gradients
+        # Plans, which hold no tensors but small tables: emptied when they are full.
         self._layouts: PlanCache[Hashable, BucketLayout] = PlanCache()
         self._sums: PlanCache[Hashable, GradientSums] = PlanCache()
 

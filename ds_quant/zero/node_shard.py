@@ -59,12 +59,12 @@ from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.runtime import log
 from ds_quant.runtime.param import ABSENT, CURRENT, STALE, HopCodec, Param
 from ds_quant.runtime.plan_cache import PlanCache
-from ds_quant.runtime.run import Run
 from ds_quant.runtime.written_weights import WrittenWeights
 from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.accelerator import StepBarrier
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
 from ds_quant.zero.deepspeed_types import ZeroParameter
+from ds_quant.zero.front import EngineFront
 from ds_quant.zero.lossless import NodeRows
 
 # Index of a hop among the codecs of a parameter's weights.
@@ -90,48 +90,47 @@ class NodeShard:
         params: of the engine's module.
         updated: parameters that the optimizer updates; none for an engine without optimizer.
         barrier: orders gathers behind writes of the rows.
-        on_host: keep the rows in host memory, as DeepSpeed keeps its shards.
 
     served: parameters whose ranks are the world, which DeepSpeed does not keep gathered.
     """
 
     def __init__(
         self,
-        run: Run,
+        front: EngineFront,
         params: Iterable[ZeroParameter],
         updated: Iterable[ZeroParameter],
         barrier: StepBarrier,
-        *,
-        on_host: bool,
     ) -> None:
-        self._run = run
+        self._front = front
+        self._run = front.run
         self._barrier = barrier
-        hierarchy = run.world.hierarchy  # None: the world
+        hierarchy = self._run.world.hierarchy  # None: the world
         # With one rank per node every message crosses between nodes.
         self._inter = hierarchy.inter or hierarchy.flat
         self._intra = hierarchy.intra
         self._world = hierarchy.flat
         self._rank = hierarchy.flat.rank
 
-        # - Rows
+        # - Rows, in ``Param.node_rows``: ``close`` frees them when the engine is destroyed
         self.served: list[Param] = []
         for p in params:
-            param = run.param_of(p)
+            param = self._run.param_of(p)
             if param is not None and self._is_served(p):
                 self.served.append(param)
-        self._stays_on_host = on_host
+        self._stays_on_host = offload.offloads_parameters(front.engine)
         self._is_away = False  # moved to the host by ``offload_states``
         self._allocate()
 
         # - Gathers and the exchange after a step
         self._exchange = ChunkedExchange()
         self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
-        self._requested: deque[_RequestedGather] = deque()  # not posted yet
+        self._requested: deque[_RequestedGather] = deque()  # not posted: no memory yet
         self._posts_at_once = accelerator.has_streams()
         self._hop_codecs: PlanCache[tuple[Param, ...], list[tuple[HopCodec | None, ...]]]
         self._hop_codecs = PlanCache()
 
         # - Writes outside the optimizer step: see [Note: when shards are compared]
+        # Fingerprints, 8 bytes per piece of a shard, which live as long as the node shard.
         dtypes = [param.tensor.ds_tensor.dtype for param in self.served]
         self._writes = WrittenWeights(dtypes, accelerator.device())
         updated_ids = {id(p) for p in updated}
@@ -328,7 +327,7 @@ class NodeShard:
             self._mark_written()
         request = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
-        quantized = not self._run.is_full_precision(self._run.step)
+        quantized = not self._run.is_full_precision(self._front.step)
         is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
         must_wait = bool(self._requested) or self._exchange.awaits(params)
         self._requested.append(request)
@@ -354,7 +353,7 @@ class NodeShard:
             self._fill_stale([param for param in params if param.row_state is STALE])
             bound_codecs: list[BoundCodec] = []
             if self._intra is not None:  # else nothing is sent
-                bound_codecs = self._bound_codecs(params, _INTRA_NODE, self._run.step)
+                bound_codecs = self._bound_codecs(params, _INTRA_NODE, self._front.step)
             first.posted = gather([param.node_rows for param in params], bound_codecs, self._intra)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
@@ -377,7 +376,7 @@ class NodeShard:
     def after_step(self) -> None:
         """Begin to exchange the weights that the optimizer has changed."""
         self.finish()  # a forward may have skipped some parameters
-        step = self._run.step + 1  # DeepSpeed counts the step only after it
+        step = self._front.step + 1  # DeepSpeed counts the step only after it
         order = self._gathered | dict.fromkeys(self.served)
         self._gathered = {}
         for param in self._written_since_step:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed import ProcessGroup
 
+from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import accelerator
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ZeroParameter
 from ds_quant.zero.hooks import BucketFunctions, ExpectedCall, Hooks, as_event, moved, require
@@ -300,6 +301,15 @@ def wrap_refresh_of_masters(hooks: Hooks) -> None:
     hooks.wrap(hooks.optimizer, "refresh_fp32_params", as_event(hooks.around_export))
 
 
+class OwnedRange(NamedTuple):
+    """Elements [start, stop) of a flat replica, of one parameter and owned by one rank."""
+
+    parameter: ZeroParameter
+    owner: int
+    start: int
+    stop: int
+
+
 class ReplicaGroup(NamedTuple):
     """The replica of one parameter group: 16-bit (or fp32) weights that every rank holds.
 
@@ -316,6 +326,23 @@ class ReplicaGroup(NamedTuple):
     params: list[ZeroParameter]
     process_group: ProcessGroup
     master: torch.Tensor
+
+    def owned_ranges(
+        self, offsets: Mapping[int, int], width: int, within: range
+    ) -> Iterator[OwnedRange]:
+        """Cut a range of every partition at parameter borders.
+
+        offsets: first element of each parameter in the flat replica, by id.
+        width: elements of a partition.
+        """
+        for p in self.params:
+            begin = offsets[id(p)]
+            end = begin + p.numel()
+            for owner in range(begin // width, ceil_div(end, width)):
+                start = max(begin, owner * width + within.start)
+                stop = min(end, owner * width + within.stop)
+                if start < stop:
+                    yield OwnedRange(p, owner, start, stop)
 
     def updated(self, within: range, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Return new weights of a range of the partition, (elements,), in the replica's dtype.

@@ -44,7 +44,8 @@ class OverlappedReduceScatter:
         self._phase = Backward.RUNNING
         # Reduced last; DeepSpeed has not asked to store its shards.
         self._latest: ShardBucket | None = None
-        # Posted buckets, and functions that store their shards.
+        # Posted buckets, and functions that store their shards. At most BUCKETS_AHEAD between two
+        # buckets, none after a backward: ``partition`` frees the oldest.
         self._posted: deque[tuple[ShardBucket, Callable[[list[Tensor]], None]]] = deque()
         # Dtypes whose shards DeepSpeed stores without changes.
         self._unscaled: set[torch.dtype] = set()

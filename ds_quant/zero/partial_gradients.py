@@ -82,8 +82,11 @@ class PartialGradients:
     def __init__(self, engine: MicroSteps) -> None:
         self._engine = engine
         self._step = -1
+        # Sums that are not reduced between the nodes. The bucket of the last micro-step frees them
+        # (``pop``), or ``discard``, if the accumulation is abandoned.
         self._buckets: dict[Hashable, PartialBucket] = {}
         self._keys: dict[Member, Hashable] = {}  # of the bucket that had the member last
+        # Reduced sums of this rank's elements. Freed as the others, by ``pop_reduced``.
         self._reduced: dict[Member, Tensor] = {}
         self._zeroed: set[Param] = set()  # parameters that are given zeros now
         self._boundary = Boundary.DECLARED

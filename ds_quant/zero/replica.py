@@ -22,18 +22,16 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.lossless_gather import MOST_NUMEL, Post
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.small_tensors import SMALL_NUMEL, group_small_tensors, is_tight
 from ds_quant.comm.transport import Communicator, Pending
-from ds_quant.kernels.wire import ceil_div
 from ds_quant.runtime import log
 from ds_quant.runtime.param import HopCodec, Param
 from ds_quant.runtime.plan_cache import PlanCache
@@ -51,6 +49,21 @@ _GatherPlan = tuple[list[tuple[Param, HopCodec]], Message]
 _ALIGNMENT = 4096  # elements, of the windows of a partition
 
 
+class SentWeights(NamedTuple):
+    """The content of a gather of all weights.
+
+    step: the optimizer step that has changed the weights.
+    exact: send all in full precision.
+    from_master: new weights are in a buffer of their own, not in the replica.
+    written: parameters whose replica is no reference: sent in full precision, too.
+    """
+
+    step: int
+    exact: bool
+    from_master: bool
+    written: frozenset[Param]
+
+
 class Replica:
     """The replica of one ZeRO-1/2 engine: see [Note: replica].
 
@@ -65,7 +78,7 @@ class Replica:
         self._always_exact = self._run.scheme.weights is None
         # The replica is the reference of differences, which are taken from the master weights.
         self._has_reference = self._run.scheme.block.weights.difference_key is not None
-        self._plans: PlanCache[Hashable, _GatherPlan] = PlanCache()
+        self._plans: PlanCache[Hashable, _GatherPlan] = PlanCache()  # emptied when it is full
         # Offsets of the parameters. Kept, because user code may give a parameter other storage.
         self._offsets: dict[int, int] = {}
         for group in optimizer_hooks.replica_groups(optimizer):
@@ -194,9 +207,16 @@ class Replica:
 
         written: parameters whose replica is no reference.
         """
-        self.holds_exact = exact or self._always_exact or self._run.is_full_precision(step)
+        sent = SentWeights(
+            step=step,
+            exact=exact or self._run.is_full_precision(step),
+            # Without a reference the new weights are in the replica already.
+            from_master=self._has_reference and not exact,
+            written=written,
+        )
+        self.holds_exact = sent.exact or self._always_exact
         posted: deque[Pending[Any]] = deque()
-        for post in self._posts(step, exact, written):
+        for post in self._posts(sent):
             posted.append(post())
             if len(posted) > 1:
                 posted.popleft().wait()
@@ -204,71 +224,49 @@ class Replica:
             last.wait()
         self._take_fingerprints()
 
-    def _posts(self, step: int, exact: bool, written: frozenset[Param]) -> Iterator[Post]:
+    def _posts(self, sent: SentWeights) -> Iterator[Post]:
         """Yield per window a function that posts its gather."""
-        routes = self._run.routes
+        run = self._run
         lossless_windows: list[Window] = []
-        is_full_precision = exact or self._run.is_full_precision(step)
-        sends_differences = self._run.scheme.lossless and not is_full_precision
+        sends_differences = run.scheme.lossless and not sent.exact
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            hierarchy = self._run.level(group.process_group).hierarchy
+            hierarchy = run.level(group.process_group).hierarchy
             if hierarchy.size == 1:
                 continue
             most_numel = self._optimizer.allgather_bucket_size // hierarchy.size
-            if sends_differences and routes.sends_lossless(group.flat.dtype):
-                for within in _windows(group, hierarchy.size, min(most_numel, MOST_NUMEL)):
-                    if self._holds_any(group, hierarchy.size, within, written):
-                        yield partial(self._post, group, hierarchy, within, step, exact, written)
-                    else:
-                        lossless_windows.append(Window(group, hierarchy, within))
-                continue
-            for within in _windows(group, hierarchy.size, most_numel):
-                yield partial(self._post, group, hierarchy, within, step, exact, written)
+            is_lossless = sends_differences and run.routes.sends_lossless(group.flat.dtype)
+            if is_lossless:
+                most_numel = min(most_numel, MOST_NUMEL)
+            for within in _ranges(group, hierarchy.size, most_numel):
+                window = Window(group, hierarchy, within)
+                if is_lossless and not self._holds_any(window, sent.written):
+                    lossless_windows.append(window)
+                else:
+                    yield partial(self._post, window, sent)
         if lossless_windows:
-            yield from replica_posts(lossless_windows, self._run.traffic)
+            yield from replica_posts(lossless_windows, run.traffic)
 
-    def _post(
-        self,
-        group: ReplicaGroup,
-        hierarchy: HierarchicalCommunicator,
-        window: range,
-        step: int,
-        exact: bool,
-        written: frozenset[Param],
-    ) -> Pending[None]:
-        """Post the gather of ``window`` of the partitions."""
-        # Without a reference the new weights are in the replica already.
-        from_master = self._has_reference and not exact
-        exact = exact or self._run.is_full_precision(step)
-        weights, message = self._plan(group, hierarchy, window, exact, from_master, written)
-        flat = group.flat.view(-1)
+    def _post(self, window: Window, sent: SentWeights) -> Pending[None]:
+        """Post the gather of a window of the partitions."""
+        weights, message = self._plan(window, sent)
+        flat, hierarchy = window.group.flat.view(-1), window.hierarchy
         bound_codecs = [
-            param.bound_codec(hop_codec, flat.dtype, step) for param, hop_codec in weights
+            param.bound_codec(hop_codec, flat.dtype, sent.step) for param, hop_codec in weights
         ]
         values = [flat]
-        if from_master:
+        if sent.from_master:
             # Rounded before the difference is taken, as in SDP4Bit: see docs/wire_format.md.
-            values.append(group.updated(window, hierarchy.empty))
+            values.append(window.group.updated(window.within, hierarchy.empty))
         return message.gather(hierarchy, values, bound_codecs, lambda: [flat]).then(lambda _: None)
 
-    def _plan(
-        self,
-        group: ReplicaGroup,
-        hierarchy: HierarchicalCommunicator,
-        window: range,
-        exact: bool,
-        from_master: bool,
-        written: frozenset[Param],
-    ) -> _GatherPlan:
+    def _plan(self, window: Window, sent: SentWeights) -> _GatherPlan:
         """Plan the gather of a window of all partitions.
 
         Alignment gaps between parameters are left out. Small slices of an owner follow each other,
         at the place of the first one.
-
-        from_master: new weights are in a buffer of their own, not in the replica.
-        written: parameters that are sent in full precision, too.
         """
-        key = group.group_index, window, exact, from_master, written
+        group, hierarchy, within = window
+        key = group.group_index, within, sent.exact, sent.from_master, sent.written
         known = self._plans.get(key)
         if known is not None:
             return known
@@ -278,11 +276,11 @@ class Replica:
         # Index in ``weights``: parameters by themselves, full precision by its codec.
         indices: dict[Hashable, int] = {}
         slices: list[tuple[GatherSlice, int | None]] = []
-        for p, owner, (start, stop) in self._owned_ranges(group, window, width):
+        for p, owner, start, stop in group.owned_ranges(self._offsets, width, within):
             param = self._param_of(p)
             is_own = owner == hierarchy.rank
             hop_codec: HopCodec | None = None
-            if not exact and param not in written:
+            if not sent.exact and param not in sent.written:
                 (hop_codec,) = param.weight_codecs(dtype, rank=hierarchy.rank if is_own else None)
             index_key: Hashable = param
             if hop_codec is None:
@@ -293,13 +291,13 @@ class Replica:
                 weights.append((param, hop_codec))
             elif is_own:  # only the sender's codec draws random bits
                 weights[index] = param, hop_codec
-            window_start = owner * width + window.start
+            window_start = owner * width + within.start
             gather_slice = GatherSlice(
                 owner,
                 hop_codec.codec,
                 stop - start,
                 index,
-                source=(1, start - window_start) if from_master else (0, start),
+                source=(1, start - window_start) if sent.from_master else (0, start),
                 target=(0, start),
                 vector=VECTORS_PER_ELEMENT * (start - self._offsets[id(p)]),
                 is_difference=hop_codec.difference,
@@ -313,37 +311,17 @@ class Replica:
         )
         return self._plans.add(key, (weights, message))
 
-    def _holds_any(
-        self, group: ReplicaGroup, ranks: int, window: range, params: frozenset[Param]
-    ) -> bool:
+    def _holds_any(self, window: Window, params: frozenset[Param]) -> bool:
         """Return True if the window of any partition holds elements of these parameters."""
         if not params:
             return False
-        width = group.flat.numel() // ranks
-        owned = self._owned_ranges(group, window, width)
-        return any(self._param_of(p) in params for p, _, _ in owned)
-
-    def _owned_ranges(
-        self, group: ReplicaGroup, window: range, width: int
-    ) -> Iterator[tuple[ZeroParameter, int, tuple[int, int]]]:
-        """Cut the window of every partition at parameter borders.
-
-        width: elements of a partition.
-
-        Yields:
-            parameter, owner, and elements [start, stop) of the flat replica.
-        """
-        for p in group.params:
-            begin = self._offsets[id(p)]
-            end = begin + p.numel()
-            for owner in range(begin // width, ceil_div(end, width)):
-                start = max(begin, owner * width + window.start)
-                stop = min(end, owner * width + window.stop)
-                if start < stop:
-                    yield p, owner, (start, stop)
+        group, hierarchy, within = window
+        width = group.flat.numel() // hierarchy.size
+        owned = group.owned_ranges(self._offsets, width, within)
+        return any(self._param_of(part.parameter) in params for part in owned)
 
 
-def _windows(group: ReplicaGroup, ranks: int, most_numel: int) -> Iterator[range]:
+def _ranges(group: ReplicaGroup, ranks: int, most_numel: int) -> Iterator[range]:
     """Cut a partition into ranges of at most ``most_numel`` elements, aligned if they are large."""
     width = group.flat.numel() // ranks
     stride = max(1, most_numel // _ALIGNMENT * _ALIGNMENT or most_numel)

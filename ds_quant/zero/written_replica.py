@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ds_quant.comm.transport import Communicator
-from ds_quant.kernels.wire import ceil_div
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.written_weights import Fingerprints
 from ds_quant.zero import accelerator, optimizer_hooks
@@ -64,6 +63,7 @@ class WrittenReplica:
         """offsets: first element of each parameter in its flat replica, by id."""
         self._run = run
         self._optimizer = optimizer
+        # With fingerprints, 8 bytes per piece of the replica. Each ``take`` replaces them.
         self._slices = [
             _cut(group, self._communicator(group), offsets)
             for group in optimizer_hooks.replica_groups(optimizer)
@@ -140,17 +140,16 @@ def _cut(group: ReplicaGroup, communicator: Communicator, offsets: dict[int, int
     params: list[ZeroParameter] = []
     own: set[int] = set()
     end = 0
-    for p in sorted(group.params, key=lambda p: offsets[id(p)]):
-        begin = offsets[id(p)]
-        if begin > end:
-            sizes.append(begin - end)
-        end = begin + p.numel()
-        for owner in range(begin // width, ceil_div(end, width)):
-            if owner == communicator.rank:
-                own.add(len(indices))
-            indices.append(len(sizes))
-            params.append(p)
-            sizes.append(min(end, (owner + 1) * width) - max(begin, owner * width))
+    parts = group.owned_ranges(offsets, width, range(width))
+    for p, owner, start, stop in sorted(parts, key=lambda part: part.start):
+        if start > end:
+            sizes.append(start - end)
+        if owner == communicator.rank:
+            own.add(len(indices))
+        indices.append(len(sizes))
+        params.append(p)
+        sizes.append(stop - start)
+        end = stop
     if group.flat.numel() > end:
         sizes.append(group.flat.numel() - end)
     fingerprints = Fingerprints([group.flat.dtype] * len(indices), accelerator.device())

@@ -51,7 +51,7 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     fake_fetch, fake_replica = Mock(), Mock()
     a, b = second.run.params
     a.levels, b.levels = torch.zeros(16), torch.ones(16)
-    attached = AttachedEngine(front=second, hooks=Mock(), fetch=fake_fetch, replica=fake_replica)
+    attached = AttachedEngine(front=second, events=Mock(), fetch=fake_fetch, replica=fake_replica)
     checkpoint.restore(attached, checkpoint.dump(first.run))
     assert torch.equal(a.levels, torch.linspace(-1, 1, 16)) and b.levels is None
     assert (second.run.state.learned_at, second.run.state.exact_until) == (7, 12)
@@ -69,7 +69,7 @@ def test_a_renamed_scheme_is_not_another_one(
     saved: str, said: str | None, logged: list[str]
 ) -> None:
     rank = rank_of("lossless_w_g4")
-    attached = AttachedEngine(front=rank, hooks=Mock())
+    attached = AttachedEngine(front=rank, events=Mock())
     checkpoint.restore(attached, checkpoint.dump(rank.run) | {"scheme": saved})
     ranks = "of 2 x 2 ranks as lossless_w_g4 on 2 x 2"
     wanted = [] if said is None else [f"quantized_comm: resuming {said} {ranks}"]
@@ -88,7 +88,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
     made = object.__new__(Replica)
     made._optimizer, made._always_exact, made._has_reference = None, False, False
     made._writes, made.posted = Mock(written_here=lambda: []), []
-    made._posts = lambda step, exact, _: made.posted.append((step, exact)) or iter(())
+    made._posts = lambda sent: made.posted.append((sent.step, sent.exact)) or iter(())
     return made
 
 
@@ -143,7 +143,8 @@ def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> No
               "inside nodes": (None, "8 bits"), "neither": (None, None),
               "frozen": ("8 bits",), "frozen, exact": (None,)}  # fmt: skip
     node = object.__new__(NodeShard)
-    node._run = SimpleNamespace(step=5, is_full_precision=lambda step: exact)
+    node._front = SimpleNamespace(step=5)
+    node._run = SimpleNamespace(is_full_precision=lambda step: exact)
     node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
     node._posts_at_once, node._post_until = True, lambda _: None
     node._compares_next_gather = False

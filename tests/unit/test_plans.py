@@ -14,8 +14,9 @@ from ds_quant.comm.transport import Communicator
 from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero import shard_gradients
 from ds_quant.zero.gradients import BucketLayout, GradientReducer
+from ds_quant.zero.lossless import Window
 from ds_quant.zero.owner_gradients import OwnerReduction
-from ds_quant.zero.replica import Replica
+from ds_quant.zero.replica import Replica, SentWeights
 from ds_quant.zero.shard_gradients import ShardReduction
 from tests.world import World
 
@@ -75,13 +76,16 @@ def owner_layouts(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 def gather_plans(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of the weights of ZeRO-1/2."""
     replica, hierarchy = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
-    replica._plans = PlanCache()
+    replica._plans, replica._offsets = PlanCache(), {}
 
     def plan(
         *, group: int, window: range, exact: bool, from_master: bool, written: frozenset
     ) -> object:
-        group = SimpleNamespace(group_index=group, flat=torch.empty(16), params=[])
-        return replica._plan(group, hierarchy, window, exact, from_master, written)
+        group = SimpleNamespace(
+            group_index=group, flat=torch.empty(16), owned_ranges=lambda *_: iter(())
+        )
+        sent = SentWeights(step=0, exact=exact, from_master=from_master, written=written)
+        return replica._plan(Window(group, hierarchy, window), sent)
 
     return plan
 

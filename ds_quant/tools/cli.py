@@ -130,7 +130,7 @@ def _estimate(add: AddArgument) -> None:
         help="share of the parameters that is trained; LoRA: about 0.01 (1)",
     )
     add("--model-config", type=file, help="config.json of a Hugging Face causal language model")
-    add("--ds-config", type=file, help="DeepSpeed config: stage, accumulation, dtype, its block")
+    add("--ds-config", type=file, help="DeepSpeed config: stage, accumulation, dtype, block")
     add("--load-codecs", action="store_true", help=_LOAD_CODECS)
     add("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
     add("--accumulation", type=count, help="micro-steps per optimizer step (1)")
@@ -138,7 +138,7 @@ def _estimate(add: AddArgument) -> None:
     add("--nodes", type=count, help="(1, or as probed)")
     add("--gpus", type=count, help="per node (1, or as probed)")
     add("--link", type=positive, metavar="GBIT", help="Gb/s into one node from the others")
-    add("--intra", type=positive, metavar="GBIT", help="Gb/s into one GPU from its node")
+    add("--intra", type=positive, metavar="GBIT", help="Gb/s into one GPU from its node (200)")
     add("--latency", type=positive, help="seconds per collective (2e-5, or as probed)")
     add("--probe", type=file, help="links as measured by 'ds_quant probe'")
     add("--step", type=positive, metavar="SECONDS", help="compute of one optimizer step")

@@ -14,7 +14,8 @@ from ds_quant.tools import forecast
 from ds_quant.tools.forecast import Plan, Row
 from ds_quant.tools.planning import make_plan
 
-LINKS = (10, 25, 100, 200, 400)  # Gb/s into a node
+LINKS = (1, 2.5, 10, 25, 100, 400)  # Gb/s into a node
+WIDTH = 80
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -36,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         shown = [row for row in rows if row.may_be_taken or row is taken]
     lines = []
     for sentence in sentences:
-        lines += wrap(sentence, 80)
+        lines += wrap(sentence, WIDTH)
     lines += ["", *_title(plan), "", *_table(shown, rows[0], arguments.all)]
     if by_link:
         lines += ["", *_grid(by_link, [row.scheme for row in shown])]
@@ -47,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _facts(
     plan: Plan,
     rows: list[Row],
-    by_link: dict[int, list[Row]],
+    by_link: dict[float, list[Row]],
     taken: Row,
     sentences: list[str],
 ) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def _facts(
         **plan.facts,
         "micro_steps": plan.micro_steps,
         "compute": plan.compute,
+        "presumed": plan.presumed,
         "gathers": plan.gathers,
         "best": taken.scheme,
         "answer": sentences,
@@ -68,7 +70,7 @@ def _facts(
 
 
 def _title(plan: Plan) -> list[str]:
-    """Describe the plan: the model, the ranks, the step."""
+    """Describe the plan: the model, the ranks, the step, and settings that were not given."""
     cluster = plan.cluster
     ranks = f"{plan.front}, {cluster.nodes} x {cluster.node_size} ranks"
     if cluster.nodes > 1:
@@ -76,7 +78,10 @@ def _title(plan: Plan) -> list[str]:
     step = f"{plan.compute:g} s of compute per step, {plan.micro_steps} micro-step(s)"
     if plan.stage == 3:
         step += f", {plan.gathers:.3g} gathers of the weights"
-    return [plan.model.name, ranks, step]
+    lines = [plan.model.name, ranks, step]
+    if plan.presumed:
+        lines += wrap(f"by default: {', '.join(plan.presumed)}", WIDTH)
+    return lines
 
 
 def _table(rows: list[Row], stock: Row, show_all: bool) -> list[str]:
@@ -102,7 +107,7 @@ def _table(rows: list[Row], stock: Row, show_all: bool) -> list[str]:
     return align(cells, list(columns))
 
 
-def _grid(by_link: dict[int, list[Row]], schemes: Sequence[str]) -> list[str]:
+def _grid(by_link: dict[float, list[Row]], schemes: Sequence[str]) -> list[str]:
     """Return a row per scheme and a column per link."""
     speedups: dict[str, list[str]] = {scheme: [] for scheme in schemes}
     for rows in by_link.values():

@@ -49,6 +49,7 @@ class Plan:
     exact_gradients: True if DeepSpeed reduces gradients itself.
     gpu_memory: bytes of a GPU; None if any scheme fits.
     offloads: the parts that DeepSpeed keeps in host memory, of "param" and "optimizer".
+    presumed: settings that were not given, each with its value and the option that sets it.
     """
 
     stock: ClassVar[str] = "DeepSpeed as shipped"
@@ -66,6 +67,7 @@ class Plan:
     exact_gradients: bool = False
     gpu_memory: float | None = None
     offloads: frozenset[str] = frozenset()
+    presumed: tuple[str, ...] = ()
     buckets: Buckets = field(default_factory=Buckets)
 
     @property
@@ -266,18 +268,29 @@ def forecast(plan: Plan) -> list[Row]:
     return [stock, *others, *schemes]
 
 
+def volume_of_block(block: QuantizedCommConfig, plan: Plan) -> tuple[float, CommVolume]:
+    """Return the bytes per parameter and step without the plugin, and the volume of a block."""
+    volume = _comm_volume(block, plan)
+    return _stock_bytes(plan, volume.trained), volume
+
+
+def _stock_bytes(plan: Plan, trained: float) -> float:
+    """Return the bytes per parameter and step of a run without the plugin."""
+    return cost.stock_bytes(
+        plan.stage,
+        plan.dtype,
+        micro_steps=plan.micro_steps,
+        gathers=plan.gathers,
+        trained=trained,
+    )
+
+
 def _stock_row(plan: Plan, full_precision: CommVolume) -> Row:
     """Return the row of DeepSpeed as shipped.
 
     full_precision: volume of the scheme of this name, which has as many collectives.
     """
-    nbytes = cost.stock_bytes(
-        plan.stage,
-        plan.dtype,
-        micro_steps=plan.micro_steps,
-        gathers=plan.gathers,
-        trained=full_precision.trained,
-    )
+    nbytes = _stock_bytes(plan, full_precision.trained)
     has_two_levels = plan.cluster.nodes > 1 and plan.cluster.node_size > 1
     return row_of(
         plan.stock.lower(),

@@ -1,13 +1,15 @@
 """Build a plan from the options of ``ds_quant estimate``, a DeepSpeed config and a probe file.
 
-Everything that is missing is named in one error.
+Options that have a default may be left out, and the plan names the values that it presumes. All
+others that are missing are named in one error, with an example of a complete command.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -30,21 +32,34 @@ from ds_quant.tools.fsdp2_plan import Fsdp2Plan
 _KINDS = {"zero": Plan, "fsdp2": Fsdp2Plan, "ddp": DdpPlan}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LATENCY = 2e-5  # seconds per collective, unless probed
+PCIE_4 = 200.0  # Gb/s into one GPU from its node, unless given or probed
+# Options of a complete command in their order, with examples of those without a default.
+_OPTIONS = (
+    "front", "params", "model_config", "ds_config", "stage", "nodes", "gpus", "link", "intra",
+    "probe", "step", "measured",
+)  # fmt: skip
+_EXAMPLE = {"params": "7b", "nodes": "2", "gpus": "8", "link": "10", "step": "4"}
+
+
+def _presumed() -> dict[str, str]:
+    """Return the default options of a plan without a config."""
+    return {"dtype": "--dtype bf16", "accumulation": "--accumulation 1"}
 
 
 @dataclass(kw_only=True)
 class _Settings:
     """Settings of the run, by default those of a plan without options and without a config.
 
-    dtype, accumulation: "auto" if a Trainer fills them in.
     zero: the section zero_optimization of the config.
+    presumed: options that nothing replaces, with their values.
     """
 
     stage: int = 3
     dtype: str = "bf16"
-    accumulation: int | str = 1
+    accumulation: int = 1
     block: QuantizedCommConfig | None = None
-    zero: dict[str, Any]
+    zero: dict[str, Any] = field(default_factory=dict)
+    presumed: dict[str, str] = field(default_factory=_presumed)
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
@@ -57,18 +72,17 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         _refuse_deepspeed_settings(arguments)
     path = arguments.ds_config
     settings = _read_settings(arguments)
-    missing = _missing_settings(arguments, settings)
-    cluster = _cluster(arguments, missing)
-    if len(missing) == 1:
-        raise ValueError(missing[0])
+    missing = _missing_options(arguments)
+    cluster = _cluster(arguments, missing, settings.presumed)
     if missing:
-        lines = "".join(f"\n  {line}" for line in missing)
-        raise ValueError(f"{len(missing)} are missing:{lines}")
+        lines = "".join(f"\n  {line}" for line in missing.values() if line)
+        command = _complete_command(arguments, missing)
+        raise ValueError(f"options are missing:{lines}\nfor example: {command}")
     stage = settings.stage
     dtype = DTYPES[settings.dtype]
     planned_model = _model(arguments, dtype)
     with about(path):
-        buckets = _buckets(settings.zero, planned_model.hidden, stage)
+        buckets = buckets_of(settings.zero, planned_model.hidden, stage)
     block = settings.block
     if block is not None:
         block.validate_stage(stage)
@@ -82,7 +96,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         model=planned_model,
         dtype=dtype,
         stage=stage,
-        micro_steps=1 if arguments.front == "ddp" else int(settings.accumulation),
+        micro_steps=1 if arguments.front == "ddp" else settings.accumulation,
         compute=arguments.step,
         cluster=cluster,
         # The schemes from which autotune chooses have rows anyway.
@@ -91,6 +105,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         exact_gradients=stock_reason is not None,
         gpu_memory=None if arguments.gpu_memory is None else arguments.gpu_memory * 1e9,
         offloads=_offloads(settings.zero),
+        presumed=tuple(settings.presumed.values()),
         buckets=buckets,
     )
     if arguments.measured is None:
@@ -124,31 +139,35 @@ def _refuse_deepspeed_settings(arguments: argparse.Namespace) -> None:
         raise ValueError("; ".join(problems))
 
 
-def _missing_settings(arguments: argparse.Namespace, settings: _Settings) -> list[str]:
-    """Return a sentence per setting that neither options nor config give."""
-    missing = []
-    for option, value, key, fix in (
-        ("dtype", settings.dtype, "bf16.enabled or fp16.enabled", "bf16, fp16 or fp32"),
-        (
-            "accumulation",
-            settings.accumulation,
-            "gradient_accumulation_steps",
-            "the number of micro-steps",
-        ),
-    ):
-        if value == "auto":
-            missing.append(
-                f'--{option}: "auto" in the DeepSpeed config ({key} of {arguments.ds_config}), '
-                f"which only a Trainer fills in: give {fix}"
-            )
+def _missing_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return a sentence per option about the model that has no default and that nothing replaces.
+
+    Options of the cluster are added by ``_cluster``.
+    """
+    missing = {}
     if arguments.params is None and arguments.model_config is None:
-        missing.append("no model: give --params 7b or --model-config config.json")
+        missing["params"] = "--params 7b, or --model-config config.json: the model"
     if arguments.step is None:
-        missing.append(
+        missing["step"] = (
             "--step: seconds that one optimizer step computes, without communication; measure it "
             "on one GPU, or divide 6 x parameters x tokens per GPU by the flops it reaches"
         )
     return missing
+
+
+def _complete_command(arguments: argparse.Namespace, missing: Iterable[str]) -> str:
+    """Return a command with the options that were given, and examples of those that are missing."""
+    words = ["ds_quant estimate"]
+    for name in _OPTIONS:
+        value = getattr(arguments, name)
+        if name in missing:
+            value = _EXAMPLE[name]
+        if value is None or (name, value) == ("front", "zero"):
+            continue
+        if isinstance(value, int | float):
+            value = f"{value:g}".replace("e+0", "e").replace("e+", "e")
+        words.append(f"--{name.replace('_', '-')} {value}")
+    return " ".join(words)
 
 
 def _with_measured_link(plan: Plan, step: float) -> Plan:
@@ -228,19 +247,20 @@ def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
 
 def _read_settings(arguments: argparse.Namespace) -> _Settings:
     """Read the DeepSpeed config, if given, and the options that replace its settings."""
-    settings = _Settings(zero={})
+    settings = _Settings()
     if arguments.front == "ddp":  # models under DDP are fp32, or bf16 without fp32 masters
-        settings = _Settings(zero={}, stage=0, dtype="fp32")
+        settings = _Settings(stage=0, dtype="fp32", presumed={"dtype": "--dtype fp32"})
     if arguments.ds_config is not None:
         with about(arguments.ds_config):
             config = load(arguments.ds_config)
             settings = _settings_of(config, load_codecs=arguments.load_codecs)
-    if arguments.stage is not None:
-        settings.stage = arguments.stage
-    if arguments.dtype is not None:
-        settings.dtype = arguments.dtype
-    if arguments.accumulation is not None:
-        settings.accumulation = arguments.accumulation
+    elif arguments.front == "zero":
+        settings.presumed["stage"] = f"--stage {settings.stage}"
+    for option in ("stage", "dtype", "accumulation"):
+        value = getattr(arguments, option)
+        if value is not None:
+            setattr(settings, option, value)
+            settings.presumed.pop(option, None)
     return settings
 
 
@@ -259,16 +279,22 @@ def _settings_of(config: dict[str, Any], *, load_codecs: bool) -> _Settings:
                 f"{path_of((role, 'codec'))}={show(module)}: only its code knows its bytes: "
                 "give --load-codecs, which imports it, or leave codec out"
             )
+    presumed = {}
     dtype = "fp32"
     low_precision = refusals.low_precision(config)
     if low_precision:
         dtype = low_precision[0]
     elif refusals.automatic_precision(config):
-        dtype = "auto"
+        dtype = _Settings.dtype
+        presumed["dtype"] = f'--dtype {dtype} ("auto" in the config)'
     accumulation = config.get("gradient_accumulation_steps")
     if accumulation is None:
-        accumulation = 1
-    elif accumulation != "auto":
+        accumulation = _Settings.accumulation
+        presumed["accumulation"] = f"--accumulation {accumulation}"
+    elif accumulation == "auto":
+        accumulation = _Settings.accumulation
+        presumed["accumulation"] = f'--accumulation {accumulation} ("auto" in the config)'
+    else:
         accumulation = _whole_number("gradient_accumulation_steps", accumulation, least=1)
     return _Settings(
         stage=stage,
@@ -276,10 +302,11 @@ def _settings_of(config: dict[str, Any], *, load_codecs: bool) -> _Settings:
         accumulation=accumulation,
         block=block,
         zero=refusals.whole_section(config, "zero_optimization"),
+        presumed=presumed,
     )
 
 
-def _buckets(zero: dict[str, Any], hidden: int, stage: int) -> Buckets:
+def buckets_of(zero: dict[str, Any], hidden: int, stage: int) -> Buckets:
     """Read bucket sizes from the section zero_optimization; "auto" as a Trainer fills it in.
 
     ``allgather_bucket_size=0`` is allowed under ZeRO-3, which does not use it. Then ZeRO-1 and 2
@@ -344,10 +371,13 @@ def _offloads(zero: dict[str, Any]) -> frozenset[str]:
 # ---- the cluster ----
 
 
-def _cluster(arguments: argparse.Namespace, missing: list[str]) -> Cluster:
+def _cluster(
+    arguments: argparse.Namespace, missing: dict[str, str], presumed: dict[str, str]
+) -> Cluster:
     """Return nodes and rates from options, else from the probe file.
 
-    missing: gets a sentence per rate that neither gives.
+    missing: gets a sentence per option that neither replaces.
+    presumed: gets the rate inside a node, if neither gives it.
     """
     probed = None
     inter: Rate | None = None
@@ -360,26 +390,32 @@ def _cluster(arguments: argparse.Namespace, missing: list[str]) -> Cluster:
         intra = probed.intra
         nodes = probed.nodes
         node_size = probed.node_size
+    elif arguments.nodes is None:
+        presumed["nodes"] = "--nodes 1"
+    elif arguments.gpus is None:
+        presumed["gpus"] = "--gpus 1"
     nodes = arguments.nodes or nodes
     node_size = arguments.gpus or node_size
+    if nodes * node_size == 1:
+        missing["nodes"] = "--nodes, --gpus (per node): one GPU sends nothing"
+        missing["gpus"] = ""
+        nodes = int(_EXAMPLE["nodes"])
+        node_size = int(_EXAMPLE["gpus"])
     is_measured = arguments.measured is not None  # then the slowest link is computed
     if nodes > 1 and arguments.link is None and inter is None and not is_measured:
         probed_one_node = ""
         if probed is not None:
             probed_one_node = f"; {arguments.probe} was measured on one node"
-        missing.append(
-            f"--link: Gb/s into one node is needed with {nodes} nodes{probed_one_node}; typical: "
-            "10 and 25 (Ethernet), 100 to 400 (InfiniBand, RoCE); or --measured, a step's seconds "
-            "as it is"
+        missing["link"] = (
+            f"--link: Gb/s into one node from the others{probed_one_node}; typical: 1, 2.5, 10 and "
+            "25 (Ethernet), 100 to 400 (InfiniBand, RoCE); or --measured, the seconds of a step "
+            "without ds_quant"
         )
-    if nodes * node_size == 1:
-        missing.append("--nodes 1 --gpus 1: one rank sends nothing; allowed: 2 ranks or more")
+    intra_gigabits = arguments.intra
     needs_intra = node_size > 1 and (nodes > 1 or not is_measured)
-    if needs_intra and arguments.intra is None and intra is None:
-        missing.append(
-            f"--intra: Gb/s into one GPU from its node, with {node_size} per node; typical: 200 "
-            "(PCIe 4), 3600 (NVLink 4)"
-        )
+    if needs_intra and intra_gigabits is None and intra is None:
+        intra_gigabits = PCIE_4
+        presumed["intra"] = f"--intra {PCIE_4:g} (PCIe 4; NVLink 4: 3600)"
     latency = arguments.latency
     if latency is None:
         probed_latencies = [rate.latency for rate in (inter, intra) if rate is not None]
@@ -388,7 +424,7 @@ def _cluster(arguments: argparse.Namespace, missing: list[str]) -> Cluster:
         nodes=nodes,
         node_size=node_size,
         link=_bytes_per_second(arguments.link, inter),
-        intra_link=_bytes_per_second(arguments.intra, intra),
+        intra_link=_bytes_per_second(intra_gigabits, intra),
         encode=arguments.encode,
         latency=latency,
     )

@@ -25,6 +25,30 @@ def rows(capsys, *arguments: str) -> dict[str, dict]:
     return {"": facts, **{row["scheme"]: row for row in facts["rows"]}}
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["", "--nodes 2", "--params 7e9 --gpus 8", "--front fsdp2 --nodes 4 --gpus 2 --step 2.5"],
+)
+def test_the_example_of_an_error_is_a_complete_command(options: str, capsys) -> None:
+    assert main(["estimate", *options.split()]) == 1
+    *_, example = capsys.readouterr().err.splitlines()
+    assert example.startswith("for example: ds_quant estimate ")
+    command = example.removeprefix("for example: ds_quant ").split()
+    given = dict(zip(options.split()[::2], options.split()[1::2], strict=True))
+    assert given.items() <= dict(zip(command[1::2], command[2::2], strict=True)).items()
+    assert main(command) == 0
+
+
+def test_a_value_that_is_presumed_is_that_of_its_option(capsys) -> None:
+    written = ["--params", "7e9", "--nodes", "2", "--gpus", "8", "--link", "10", "--step", "1"]
+    presumed = rows(capsys, *written)
+    options = [word for said in presumed[""]["presumed"] for word in said.split()[:2]]
+    assert {"--stage", "--dtype", "--accumulation", "--intra"} == {*options[::2]}
+    given = rows(capsys, *written, *options)
+    assert given[""].pop("presumed") == [] != presumed[""].pop("presumed")
+    assert given == presumed
+
+
 def test_rows_are_the_published_floor_of_wire_time(capsys, tmp_path: Path) -> None:
     """field of 7 B, 2 nodes, 10 Gb/s: bytes x 7e9 / 2 at full line rate, two gathers."""
     released = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
@@ -102,7 +126,7 @@ def test_memory_of_deepspeed_is_added_up_by_hand(stage: int, dtype: str, offload
 def test_auto_sizes_are_those_that_a_trainer_fills_in() -> None:
     keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")
     zero = {"reduce_bucket_size": "auto", **{f"stage3_{key}": "auto" for key in keys}}
-    found = planning._buckets(zero, 1000, 3)
+    found = planning.buckets_of(zero, 1000, 3)
     assert found.reduce == 10**6
     assert (found.fetch.prefetch_bucket_size, found.fetch.max_reuse_distance) == (9 * 10**5, 10**9)
 

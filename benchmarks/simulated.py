@@ -291,6 +291,7 @@ class SimulatedRun(Run):
     ) -> None:
         self._number = rank
         self._network = network
+        self._flat: Communicator | None = None
         super().__init__(
             front,
             routes,
@@ -301,17 +302,31 @@ class SimulatedRun(Run):
             has_streams=False,
         )
 
-    def _make_world(self, process_groups: ProcessGroups) -> Level:
-        if not self.routes.replicas:
-            return super()._make_world(process_groups)
-        inside, between = self._inside_and_between()
-        hierarchy = HierarchicalCommunicator(self.communicator(None), inside, between)
-        return self._level(hierarchy, HierarchicalCommunicator(inside))
+    def _make_level(
+        self,
+        routes: Routes,
+        topology: Topology,
+        process_groups: ProcessGroups,
+        traffic: Traffic,
+    ) -> Level:
+        flat = self.communicator(None)
+        levels: list[Communicator] = []
+        if routes.two_levels:
+            intra, inter = self._network.groups(self._number)
+            levels = [self._simulated(*intra), self._simulated(*inter)]
+        hierarchy = HierarchicalCommunicator(flat, *levels)
+        shards = HierarchicalCommunicator(levels[0]) if routes.replicas else hierarchy
+        return self._level(routes, topology, hierarchy, shards, traffic)
 
-    def communicator(self, process_group: Any) -> Communicator:
-        if 0 not in self._communicators:
-            self._communicators[0] = self._simulated(self._network.world, self._number)
-        return self._communicators[0]
+    def communicator(
+        self,
+        process_group: Any,
+        topology: Topology | None = None,
+        traffic: Traffic | None = None,
+    ) -> Communicator:
+        if self._flat is None:
+            self._flat = self._simulated(self._network.world, self._number)
+        return self._flat
 
     def _simulated(self, group: Group, rank: int) -> Communicator:
         return SimulatedCommunicator(
@@ -322,12 +337,6 @@ class SimulatedRun(Run):
             buffers=self.buffers,
             message_errors=self.message_errors,
         )
-
-    def _inside_and_between(self, flat: Communicator | None = None) -> list[Communicator]:
-        if not self.routes.two_levels:
-            return []
-        intra, inter = self._network.groups(self._number)
-        return [self._simulated(*intra), self._simulated(*inter)]
 
 
 # ---- training ----

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
-from ds_quant.fsdp2.model import STAGE
+from ds_quant.fsdp2.ranks import STAGE
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
@@ -29,6 +29,7 @@ from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.param import Param
+from ds_quant.runtime.run import Level
 
 WAYS = ("hsdp", "ddp")
 NO_GROUP = cast(Any, None)  # in place of a process group, which the collectives do not read
@@ -61,12 +62,11 @@ class SimulatedModel:
         # No optimizer of torch moves the weights.
         self._context = Context(
             run=self.run,
-            replicas=network.topology.nodes,
             before_gather=lambda _: None,
             after_reduction=lambda: None,
         )
         self._backward = SimpleNamespace(is_last_backward=True)
-        sharded = _sharded(module, params, self.run.world.shards.size, self._backward)
+        sharded = _sharded(module, params, self.run.world, self._backward)
         self.reduction = QuantizedReduceScatter(self._context, sharded)
         self.reduction.note_gradients([True] * len(params))
         self.gather = QuantizedAllGather(self, self._context, sharded, node_shard=None)
@@ -80,7 +80,7 @@ class SimulatedModel:
         """Raise RuntimeError: nobody prices a simulation."""
         raise RuntimeError("a simulated model has no prices")
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> Sequence[Sizes]:
         """Raise RuntimeError: nobody predicts the memory of a simulation."""
         raise RuntimeError("a simulated model has no sizes")
 
@@ -96,16 +96,16 @@ class SimulatedModel:
 
 
 def _sharded(
-    module: nn.Module, params: Sequence[Param], ranks: int, backward: SimpleNamespace
+    module: nn.Module, params: Sequence[Param], level: Level, backward: SimpleNamespace
 ) -> ShardedModule:
     """Describe the module as FSDP2 shards it, in chunks of dim 0, all parameters in one row.
 
-    ranks: of a replica. backward: has FSDP2's ``is_last_backward``.
+    level: the ranks that share it. backward: has FSDP2's ``is_last_backward``.
     """
     widths = []
     lengths = []
     for parameter in module.parameters():
-        numels = [chunk.numel() for chunk in chunks(parameter.detach(), ranks)]
+        numels = [chunk.numel() for chunk in chunks(parameter.detach(), level.shards.size)]
         widths.append(numels[0])
         lengths.append(tuple(numels))
     parameters = list(module.parameters())
@@ -125,6 +125,7 @@ def _sharded(
         params=params,
         members=[SimpleNamespace(sharded_param=parameter) for parameter in parameters],
         group=cast(Any, group),
+        level=level,
         widths=tuple(widths),
         lengths=tuple(lengths),
         dtypes=(dtype,) * len(parameters),

@@ -48,10 +48,32 @@ class Topology:
     def levels(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the global ranks of every node, and those of every local rank over the nodes."""
         size = self.node_size
-        ranks = self.ranks or range(self.world)
+        ranks = self.all_ranks
         intra = [list(ranks[first : first + size]) for first in range(0, self.world, size)]
         inter = [list(ranks[local::size]) for local in range(size)]
         return intra, inter
+
+    @property
+    def all_ranks(self) -> Sequence[int]:
+        """Global rank of every index."""
+        return self.ranks or range(self.world)
+
+    def part(self, ranks: Sequence[int]) -> Topology:
+        """Return some of the global ranks in the nodes that hold them.
+
+        Raises:
+            PlacementError: nodes hold unequal numbers of these ranks, or not one after the other.
+        """
+        if list(ranks) == list(self.all_ranks):
+            return self
+        nodes = [self.node_of(rank) for rank in ranks]
+        sizes = [len(list(same)) for _, same in groupby(nodes)]
+        if len(sizes) > len(set(nodes)) or len(set(sizes)) > 1:
+            raise PlacementError(
+                f"ranks {list(ranks)} lie on nodes {nodes}: a mesh takes as many ranks of every "
+                "node that it reaches, one after the other"
+            )
+        return Topology(world=len(ranks), node_size=sizes[0], ranks=tuple(ranks))
 
     def node_of(self, rank: int) -> int:
         """Return the node index of a global rank."""

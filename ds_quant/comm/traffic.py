@@ -229,6 +229,7 @@ class Traffic:
     collectives: collectives posted, by role.
     meter: measures the same collectives in sampled steps.
     lossless: bits and padding of lossless differences.
+    whole: counts these bytes and collectives, too, among others.
     """
 
     received: dict[str, dict[str, int]] = field(
@@ -237,9 +238,16 @@ class Traffic:
     collectives: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_ROLES, 0))
     meter: Meter = field(default_factory=Meter)
     lossless: LosslessDifferences = field(default_factory=LosslessDifferences)
+    whole: Traffic | None = None
+
+    def part(self) -> Traffic:
+        """Return counters of some of the collectives, which these count, too."""
+        return Traffic(meter=self.meter, lossless=self.lossless, whole=self)
 
     def count(self, role: str, *, intra: int, inter: int) -> None:
         """Count one collective in which this rank received ``intra`` + ``inter`` bytes."""
         self.received[role]["intra"] += intra
         self.received[role]["inter"] += inter
         self.collectives[role] += 1
+        if self.whole is not None:
+            self.whole.count(role, intra=intra, inter=inter)

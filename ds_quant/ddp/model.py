@@ -20,8 +20,9 @@ from ds_quant.config.errors import KEY
 from ds_quant.config.schema import FallbackConfig, MetricsConfig, QuantizedCommConfig
 from ds_quant.ddp.gradients import RUN_NUMEL, BucketReduction
 from ds_quant.ddp.hook import Hook
-from ds_quant.policy.cost import CommVolume, ParamSpec
+from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
+from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import FLOATS, Scheme
 from ds_quant.runtime.copies import differing_ranks, replicas_differ
@@ -281,16 +282,16 @@ class AttachedModel:
             for param in self.run.params
         ]
         return Workload(
-            param_specs=param_specs,
+            param_specs=[param_specs],
             gathers=0.0,
             micro_steps=1,
             gradient_dtype=self._dtypes[0],
         )
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> list[Sizes]:
         """Return the sizes that decide the peak memory of a round."""
         numels = [param.shape.numel() for param in self.run.params]
-        return Sizes(
+        sizes = Sizes(
             trained=sum(numels),
             largest=max(numels),
             bucket=RUN_NUMEL,
@@ -298,6 +299,7 @@ class AttachedModel:
             under_way=1 + len(self.run.world.hops),
             slicing=self.run.slicing,
         )
+        return [sizes]
 
     def message_kinds(self) -> MessageKinds:
         """Return dtypes and levels of the messages, for ``warm_up``."""
@@ -322,7 +324,7 @@ class AttachedModel:
         volume = self.run.comm_volume()
         return start_line(self.run, volume, self._line_parts(volume))
 
-    def _line_parts(self, volume: CommVolume) -> LineParts:
+    def _line_parts(self, volume: ModelVolume) -> LineParts:
         """Return the part of the start-up line that DDP knows."""
         names = [CAST_NAMES.get(d, str(d).removeprefix("torch.")) for d in self._dtypes]
         nbytes = sum(2 * param.tensor.nbytes for param in self.run.params)  # of an all-reduce

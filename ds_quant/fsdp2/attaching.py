@@ -12,26 +12,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ds_quant.comm.topology import Topology
+from ds_quant.comm.topology import PlacementError
 from ds_quant.config import environment
 from ds_quant.config.environment import KILL_VARIABLE
 from ds_quant.config.errors import KEY, ConfigError, show
 from ds_quant.config.presets import AUTOTUNE
-from ds_quant.config.schema import QuantizedCommConfig, parse_block
+from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.fsdp2 import torch_names
-from ds_quant.fsdp2.model import STAGE, AttachedModel
+from ds_quant.fsdp2.meshes import Mesh, Meshes, UnsupportedModel, mesh_of_group, meshes_of
+from ds_quant.fsdp2.model import AttachedModel
 from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
+from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, ranks_of_model
 from ds_quant.fsdp2.sharded_module import (
-    Mesh,
-    mesh_of,
+    gathered_dtype,
+    gradient_dtype,
+    groups_of,
     refuse_unsupported,
-    sharded_modules,
     sharded_parameters,
 )
 from ds_quant.kernels import dispatch
 from ds_quant.policy import refusals
 from ds_quant.policy.autotune import Work
-from ds_quant.policy.route import Routes
 from ds_quant.runtime import log
 from ds_quant.runtime.fallback import kill_file
 from ds_quant.runtime.handshake import handshake, model_digest
@@ -83,29 +84,29 @@ def attach(
             f"{KEY}: this model is attached already: call detach() of its front first"
         )
     optimizers = optimizers_of(optimizer)
-    mesh = mesh_of(model)
-    if mesh is None:
+    meshes = _meshes(model)
+    if meshes is None:
         return InactiveFront(
             f"{type(model).__name__} has no parameters that fully_shard has sharded: nothing is "
             "quantized"
         )
-    _refuse(config, mesh)
-    refuse_unsupported(model, mesh)
+    _refuse(config, meshes)
+    refuse_unsupported(model)
     _refuse_optimizers(model, optimizers)
-    topology = _shake_hands(model, config, mesh)
+    ranks = _shake_hands(model, config, meshes)
     notices: list[str] = []
     if config.scheme == AUTOTUNE:
         config, notices = tuned(
             config,
-            topology,
-            _work(model, mesh),
+            ranks.topology,
+            _work(model),
             stage=STAGE,
-            process_group=mesh.shard_group,
-            device=mesh.device,
-            has_streams=mesh.device.type != "cpu",
+            process_group=meshes.each[0].shard_group,
+            device=meshes.device,
+            has_streams=meshes.device.type != "cpu",
             dist=dist,
         )
-    front = AttachedModel(model, config.to_scheme(), topology, mesh)
+    front = AttachedModel(model, config.to_scheme(), ranks)
     front.run.notices[:0] = notices
     front.connect(model, optimizers)
     try:
@@ -116,20 +117,37 @@ def attach(
     return front
 
 
-def _work(model: nn.Module, mesh: Mesh) -> Work:
+def _meshes(model: nn.Module) -> Meshes | None:
+    """Return the meshes of a model; None if ``fully_shard`` has found no parameters.
+
+    Raises:
+        UnsupportedModel: the model holds no FSDPModule, or a mesh cannot be served.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UnsupportedModel(
+            f"{KEY}: {type(model).__name__} holds no module that fully_shard was called on: call "
+            "fully_shard before ds_quant.fsdp2.attach"
+        )
+    return meshes_of((name, group) for name, _, group in groups_of(model))
+
+
+def _work(model: nn.Module) -> Work:
     """Return the sizes of a step's messages."""
-    full_precision = parse_block({"scheme": "full_precision"}).to_scheme()
-    routes = Routes(scheme=full_precision, stage=STAGE, nodes=1, node_size=mesh.shards)
-    modules = sharded_modules(model, routes, mesh)
-    numels = [sum(param.shape.numel() for param in sharded.params) for sharded in modules]
-    params = [param for sharded in modules for param in sharded.params]
+    groups = [group for _, _, group in groups_of(model)]
+    numels = []
+    trained = 0
+    for group in groups:
+        sizes = [member._orig_size.numel() for member in group.fsdp_params]
+        numels.append(sum(sizes))
+        for member, numel in zip(group.fsdp_params, sizes, strict=True):
+            trained += numel if member.sharded_param.requires_grad else 0
     return Work(
         numel=sum(numels),
-        trained=sum(param.shape.numel() for param in params if param.trained),
+        trained=trained,
         gather=max(numels),
         bucket=max(numels),
-        dtype=modules[0].dtype,
-        gradients=modules[0].gradient_dtype,
+        dtype=gathered_dtype(groups[0], groups[0].fsdp_params[0]),
+        gradients=gradient_dtype(groups[0]),
         micro_steps=1,
         gathers=2.0,  # in forward and in backward
     )
@@ -198,27 +216,29 @@ def resync(model: nn.Module) -> None:
 # ---- refusals ----
 
 
-def _refuse(config: QuantizedCommConfig, mesh: Mesh) -> None:
+def _refuse(config: QuantizedCommConfig, meshes: Meshes) -> None:
     """Refuse settings that this front does not serve, before any collective.
 
     Raises:
         ConfigError: naming each setting, its value, what is allowed and the way out.
     """
     problems = []
-    if config.scheme == AUTOTUNE and mesh.replicas > 1:
+    if config.scheme == AUTOTUNE and (meshes.replicas > 1 or not meshes.has_one):
+        layout = "replicas" if meshes.replicas > 1 else "several meshes or tensor parallelism"
         problems.append(
-            f'{KEY}.scheme="{AUTOTUNE}": allowed with replicas: a preset, such as "eden4"'
+            f'{KEY}.scheme="{AUTOTUNE}": allowed with {layout}: a preset, such as "eden4"'
         )
-    if mesh.replicas > 1:
-        problems += _problems_of_replicas(config, mesh)
+    for mesh in meshes.each:
+        if mesh.replicas > 1:
+            problems += _problems_of_replicas(config, meshes, mesh)
     if problems:
-        raise ConfigError(*problems)
-    config.validate_world(len(mesh.ranks))
+        raise ConfigError(*dict.fromkeys(problems))
+    config.validate_world(len(meshes.ranks))
     config.validate_stage(STAGE)
 
 
-def _problems_of_replicas(config: QuantizedCommConfig, mesh: Mesh) -> Iterator[str]:
-    """Yield the problems of a model with replicas."""
+def _problems_of_replicas(config: QuantizedCommConfig, meshes: Meshes, mesh: Mesh) -> Iterator[str]:
+    """Yield the problems of a mesh with replicas."""
     if mesh.shards == 1:
         yield (
             "replicas of one rank, which share nothing: allowed: replicas of several ranks, or a "
@@ -230,60 +250,119 @@ def _problems_of_replicas(config: QuantizedCommConfig, mesh: Mesh) -> Iterator[s
             f"replicas of ranks {list(first)} and {list(second)}: allowed: replicas that follow "
             f"each other, as init_device_mesh(device, ({mesh.replicas}, {mesh.shards})) makes them"
         )
-    if config.node_size not in (None, mesh.shards):
+    ranks = len(meshes.ranks) // mesh.replicas
+    if config.node_size not in (None, ranks):
         yield (
-            f"{KEY}.node_size={show(config.node_size)}: allowed with replicas of {mesh.shards} "
-            f"ranks: {mesh.shards}; leave it out"
+            f"{KEY}.node_size={show(config.node_size)}: allowed with replicas of {ranks} ranks: "
+            f"{ranks}; leave it out"
         )
 
 
 # ---- other ranks ----
 
 
-def _shake_hands(model: nn.Module, config: QuantizedCommConfig, mesh: Mesh) -> Topology:
-    """Compare the settings of all ranks of the mesh, and return its nodes.
+def _shake_hands(model: nn.Module, config: QuantizedCommConfig, meshes: Meshes) -> RanksOfModel:
+    """Compare the settings of all ranks of the model, and return them in their nodes.
 
     Raises:
         StartError: see ``handshake``.
-        ConfigError: nodes of one rank, with a scheme that keeps all weights in every node.
+        ConfigError: nodes of one rank, with a scheme that keeps all weights in every node; or a
+            mesh with unequal numbers of ranks in its nodes.
     """
-    world = len(mesh.ranks)
-    rank = mesh.ranks.index(dist.get_rank())
+    ranks = meshes.ranks
+    rank = ranks.index(dist.get_rank())
     node_size = handshake(
         config=config,
         must={
             "front": "fsdp2",
             "torch": torch.__version__.partition("+")[0],
-            "mesh": f"{mesh.replicas} x {mesh.shards}",
+            "mesh": ", ".join(f"{mesh.replicas} x {mesh.shards}" for mesh in meshes.each),
             "parameters": model_digest(model),
             # All ranks must vote, or none: a vote of some would hang.
             KILL_VARIABLE: "unset" if kill_file() is None else "set",
         },
-        kernels=dispatch.describe(mesh.device, config.backend),
+        kernels=dispatch.describe(meshes.device, config.backend),
         rank=rank,
-        world=world,
+        world=len(ranks),
         fault=unwritable(config.metrics, rank),
-        ranks=mesh.ranks if mesh.is_part else None,
+        ranks=ranks if meshes.is_part else None,
     )
-    if mesh.replicas > 1:
-        if node_size < mesh.shards:
+    if config.node_size is not None:
+        node_size = config.node_size
+    elif meshes.replicas > 1:
+        of_replica = len(ranks) // meshes.replicas
+        if node_size < of_replica:
             log.log_rank0(
                 f"{KEY}: a replica spans hosts of {node_size} ranks, between which weights are "
                 f"sent in every forward and backward: shard over {node_size} ranks",
-                first=mesh.ranks[0],
+                first=ranks[0],
             )
-        node_size = mesh.shards
-    topology = Topology(
-        world=world,
-        node_size=config.node_size or node_size,
-        ranks=() if mesh.ranks == tuple(range(dist.get_world_size())) else mesh.ranks,
-    )
-    if mesh.replicas == 1:
-        model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        refusals.refuse_full_replica(
-            config, world=world, node_size=topology.node_size, model_bytes=model_bytes, fsdp2=True
+        node_size = of_replica
+    problem: ConfigError | None = None
+    node_sizes = [0 for _ in meshes.each]
+    try:
+        in_nodes = ranks_of_model(meshes, node_size=node_size)
+        node_sizes = [topology.node_size for topology in in_nodes.topologies]
+        _refuse_full_replica(model, config, in_nodes)
+    except PlacementError as error:
+        problem = ConfigError(f"{KEY}.node_size={node_size}: {error}")
+    except ConfigError as error:
+        problem = error
+    if not meshes.has_one:
+        problem = _problem_of_any(meshes, problem, node_sizes)
+    if problem is not None:
+        raise problem
+    return in_nodes
+
+
+def _problem_of_any(
+    meshes: Meshes, problem: ConfigError | None, node_sizes: Sequence[int]
+) -> ConfigError | None:
+    """Return an error on all ranks if any has one, or other nodes. A collective.
+
+    problem: of this rank. node_sizes: of every mesh.
+    """
+    inverted = [-size for size in node_sizes]
+    is_served, *numbers = meshes.least([int(problem is None), *node_sizes, *inverted])
+    if problem is not None:
+        return problem
+    if not is_served:
+        return ConfigError(f"{KEY}: the mesh of another rank cannot be served: see its error")
+    smallest = numbers[: len(node_sizes)]
+    largest = [-number for number in numbers[len(node_sizes) :]]
+    if smallest != largest:
+        return ConfigError(
+            f"{KEY}: the meshes of this rank have {list(node_sizes)} rank(s) in a node, and others "
+            "lie on other numbers of nodes: make meshes whose ranks divide node_size, or are "
+            "divided by it"
         )
-    return topology
+    return None
+
+
+def _refuse_full_replica(
+    model: nn.Module, config: QuantizedCommConfig, ranks: RanksOfModel
+) -> None:
+    """Refuse nodes of one rank where a scheme keeps all weights in every node, with their price.
+
+    Raises:
+        ConfigError
+    """
+    model_bytes = dict.fromkeys([mesh.key for mesh in ranks.meshes.each], 0)
+    for name, _, group in groups_of(model):
+        key = mesh_of_group(name, group).key
+        for member in group.fsdp_params:
+            itemsize = gathered_dtype(group, member).itemsize
+            if key in model_bytes:
+                model_bytes[key] += member._orig_size.numel() * itemsize
+    for mesh, topology in zip(ranks.meshes.each, ranks.topologies, strict=True):
+        if mesh.replicas == 1:
+            refusals.refuse_full_replica(
+                config,
+                world=topology.world,
+                node_size=topology.node_size,
+                model_bytes=model_bytes[mesh.key],
+                fsdp2=True,
+            )
 
 
 def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -305,9 +384,10 @@ def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> Non
 def _announce(front: AttachedModel) -> None:
     """Log the start-up line and its warnings."""
     notices = front.run.notices
-    if front.mesh.is_part:
+    ranks = front.run.topology.all_ranks
+    if len(ranks) < dist.get_world_size():
         notices.append(
-            f"this model belongs to {len(front.mesh.ranks)} of {dist.get_world_size()} ranks, from "
-            f"rank {front.mesh.ranks[0]} on; other ranks train models of their own"
+            f"this model belongs to {len(ranks)} of {dist.get_world_size()} ranks, from rank "
+            f"{ranks[0]} on; other ranks train models of their own"
         )
     announce(front.run, front.line)

@@ -10,14 +10,13 @@ from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.runtime.partial_sums import PartialSumsMemory
 from ds_quant.runtime.plan_cache import PlanCache
-from ds_quant.runtime.run import Run
+from ds_quant.runtime.run import Level, Run
 
 
 @dataclass(eq=False, kw_only=True)
 class Context:
     """The run of a model, and the state that its collectives share.
 
-    replicas: copies of the model.
     before_gather: runs before a module is gathered.
     after_reduction: runs after a reduction of gradients has begun.
     weights_version: grows with every exchange of weights.
@@ -25,34 +24,32 @@ class Context:
     """
 
     run: Run
-    replicas: int
     before_gather: Callable[[ShardedModule], None]
     after_reduction: Callable[[], None]
     weights_version: tuple[int, int] = (0, 0)
     partial_sums: PartialSumsMemory = field(default_factory=PartialSumsMemory)
     _gradient_sums: PlanCache[
-        tuple[tuple[Segment, ...], tuple[GradientSpec, ...], float], GradientSums
+        tuple[Level, tuple[Segment, ...], tuple[GradientSpec, ...], float], GradientSums
     ] = field(default_factory=PlanCache)
 
-    def __post_init__(self) -> None:
-        # True if gradients cross between nodes in the last backward of a step only.
-        self.defers_inter_node = self.run.routes.gradients().keeps_partial_sums
-
     def gradient_sums(
-        self, segments: tuple[Segment, ...], specs: tuple[GradientSpec, ...], scale: float
+        self,
+        level: Level,
+        segments: tuple[Segment, ...],
+        specs: tuple[GradientSpec, ...],
+        scale: float,
     ) -> GradientSums:
         """Plan a reduction; layers of equal shapes share one plan."""
-        key = segments, specs, scale
+        key = level, segments, specs, scale
         known = self._gradient_sums.get(key)
         if known is not None:
             return known
-        world = self.run.world
         sums = GradientSums(
             segments,
             specs,
-            world.hops,
-            world.hierarchy.flat,
+            level.hops,
+            level.hierarchy.flat,
             scale,
-            in_place=self.replicas == 1,
+            in_place=level.replicas == 1,
         )
         return self._gradient_sums.add(key, sums)

@@ -26,7 +26,7 @@ class Forwards:
         self._with_gradients = 0  # since the last optimizer step
         self._steps_vote: StepsVote | None = None  # where nothing depends on the step
         if run.scheme.weights is not None or run.scheme.gradients is not None:
-            self._steps_vote = StepsVote(run.world.hierarchy.flat, run.device)
+            self._steps_vote = StepsVote(run.votes, run.device)
 
     def expect(self) -> None:
         """Note that the forward of the root, or of a module that no other calls, begins."""

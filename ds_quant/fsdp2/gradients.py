@@ -20,8 +20,9 @@ dropped. Anything else that writes a gradient between two backwards has written 
 error: of the optimizer step, because an exception inside a backward would leave FSDP2 with
 gradients that no method drops.
 
-[Note: gradients of replicas] With a replica in every node a rank of a node sums its part of a row over the
-nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all ranks.
+[Note: gradients of replicas] With a replica in every node a rank of a node sums its part of a row
+over the nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all
+ranks.
 
 [Note: all-reduce stream] With replicas the custom reduce-scatter posts the messages between the
 nodes and does not wait for them. FSDP2's all-reduce hook waits, on FSDP2's all-reduce stream. That
@@ -147,6 +148,7 @@ class QuantizedReduceScatter(ReduceScatter):
         self._context = context
         self._run = context.run
         self._sharded = sharded
+        self._level = sharded.level
         group = sharded.group
         self._own = group._reduce_scatter_comm  # FSDP2's
         self._mesh_records = group.mesh_info, group.post_forward_mesh_info
@@ -217,7 +219,7 @@ class QuantizedReduceScatter(ReduceScatter):
         """
         self._run.refuse_capture()
         if not self._sharded.reduces:
-            self._run.world.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
+            self._level.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
             return self._own(output_tensor, input_tensor, group, op, async_op)
         self._context.after_reduction()
         plan = self._plan(input_tensor, self._scale(op))
@@ -264,7 +266,7 @@ class QuantizedReduceScatter(ReduceScatter):
         flags = self._run.finite_flags
         if flags is None:
             return
-        rank = self._run.world.shards.rank
+        rank = self._level.shards.rank
         values = []
         for start, lengths in zip(rows.offsets, rows.lengths, strict=True):
             if lengths[rank]:
@@ -313,7 +315,7 @@ class QuantizedReduceScatter(ReduceScatter):
     @property
     def _crosses(self) -> bool:
         """True if this backward sends gradients between the nodes."""
-        return not self._context.defers_inter_node or self._sharded.is_last_backward
+        return not self._sharded.defers_inter_node or self._sharded.is_last_backward
 
     def _before_reduction(self) -> None:
         """Note the parameters that have gradients: see [Note: which gradients]."""
@@ -457,16 +459,16 @@ class QuantizedReduceScatter(ReduceScatter):
         factor = self._sharded.group.gradient_divide_factor
         if op == dist.ReduceOp.SUM:
             # FSDP2 divides by the user's factor, else by the ranks of a shard group.
-            return 1 / self._context.replicas if factor is None else 1.0
+            return 1 / self._level.replicas if factor is None else 1.0
         # A mean, or a sum premultiplied by the inverse of the user's factor.
-        return 1 / (factor or self._run.world.hierarchy.size)
+        return 1 / (factor or self._level.hierarchy.size)
 
     def _bind(
         self, plan: _Plan, address: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
         """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
         # One pattern of signs for all backwards whose rotated values are added up.
-        signs = address >> 24 << 24 if self._context.defers_inter_node else address
+        signs = address >> 24 << 24 if self._sharded.defers_inter_node else address
         return bind(plan.gradient_codecs, address, signs)
 
     # ---- plans ----
@@ -478,7 +480,7 @@ class QuantizedReduceScatter(ReduceScatter):
         if plan is None:
             rows = self._sharded.part(self._has_gradient)
             plan = self._plans.add(key, self._new_plan(rows, gradients.dtype, full, scale))
-        numel = self._run.world.shards.size * plan.rows.row_numel
+        numel = self._level.shards.size * plan.rows.row_numel
         if gradients.numel() != numel:
             raise RuntimeError(
                 f"quantized_comm: FSDP2 reduces {gradients.numel()} elements of "
@@ -491,8 +493,8 @@ class QuantizedReduceScatter(ReduceScatter):
         gradient_codecs = [self._gradient_codecs(param, dtype, full) for param in rows.params]
         specs = [codecs.spec for codecs in gradient_codecs]
         segments = self._segments(rows, gradient_codecs)
-        sums = self._context.gradient_sums(tuple(segments), tuple(specs), scale)
-        if self._context.replicas > 1:
+        sums = self._context.gradient_sums(self._level, tuple(segments), tuple(specs), scale)
+        if self._level.replicas > 1:
             returned_codecs = [self._returned_codecs(param, dtype, full) for param in rows.params]
             returned_specs = [codecs.spec for codecs in returned_codecs]
             return _Plan(
@@ -505,18 +507,18 @@ class QuantizedReduceScatter(ReduceScatter):
         return _Plan(rows=rows, gradient_codecs=gradient_codecs, sums=sums)
 
     def _gradient_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
-        hops = len(self._run.world.hops)
+        hops = len(self._level.hops)
         if full:
             codecs = full_precision_gradient(dtype, hops)
         else:
-            codecs = param.gradient_codecs(dtype, rank=self._run.world.hierarchy.rank, hops=hops)
+            codecs = param.gradient_codecs(dtype, rank=self._level.hierarchy.rank, hops=hops)
         return tight_if_small(param, codecs, dtype)
 
     def _returned_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
         if full:
             codecs = full_precision_gradient(dtype, 1)
         else:
-            codecs = param.returned_codecs(dtype, rank=self._run.world.hierarchy.rank)
+            codecs = param.returned_codecs(dtype, rank=self._level.hierarchy.rank)
         return tight_if_small(param, codecs, dtype)
 
     def _returned(
@@ -527,14 +529,14 @@ class QuantizedReduceScatter(ReduceScatter):
         specs: Sequence[GradientSpec],
     ) -> ReturnedSums:
         """Plan the way back of this rank's row, in the order of the segments."""
-        run = self._run
-        nodes = run.world.returning
+        level = self._level
+        nodes = level.returning
         assert nodes is not None  # several nodes of several ranks
-        row_start = run.world.shards.rank * rows.row_numel
+        row_start = level.shards.rank * rows.row_numel
         pieces = []
         for index, segment in enumerate(segments):
-            node, local = divmod(segment.reducer, run.topology.node_size)
-            if local == run.world.shards.rank:
+            node, local = divmod(segment.reducer, level.topology.node_size)
+            if local == level.shards.rank:
                 piece = Piece(
                     sender=node,
                     gradient=segment.gradient,
@@ -552,9 +554,9 @@ class QuantizedReduceScatter(ReduceScatter):
         """Return every rank's shard of every gradient, small ones last; with replicas a shard in as
         many pieces as there are nodes.
         """
-        if self._context.replicas > 1:
+        if self._level.replicas > 1:
             return self._pieces(rows, gradient_codecs)
-        route = self._run.world.hops
+        route = self._level.hops
         plain = len(route) == 1 and not route[0].full_precision_own
         plain = plain and not any(codecs.spec.block for codecs in gradient_codecs)
         last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
@@ -581,7 +583,7 @@ class QuantizedReduceScatter(ReduceScatter):
         self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
     ) -> list[Segment]:
         """Cut the shard of every local rank: node n sums the n-th piece."""
-        topology = self._run.topology
+        topology = self._level.topology
         segments = []
         for index in small_tensors_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
             for local, numel in enumerate(rows.lengths[index]):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ds_quant.codec.codec import CAST_NAMES, GroupCodec
-from ds_quant.comm.topology import Topology
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import KEY
 from ds_quant.config.schema import FallbackConfig, MetricsConfig
@@ -24,13 +23,17 @@ from ds_quant.fsdp2.forwards import Forwards
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.node_copies import NodeCopies
 from ds_quant.fsdp2.node_shard import NodeShard
-from ds_quant.fsdp2.notices import weights_in_full
 from ds_quant.fsdp2.optimizers import OptimizerSteps
-from ds_quant.fsdp2.sharded_module import Mesh, ShardedModule, gathered_by_fsdp, sharded_modules
+from ds_quant.fsdp2.prices import (
+    line_parts_of,
+    message_kinds_of,
+    sizes_of,
+    workload_of,
+)
+from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, run_of
+from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weights import QuantizedAllGather
-from ds_quant.policy.cost import CommVolume, ParamSpec
 from ds_quant.policy.memory import Sizes
-from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime.copies import compare_copies, differing_ranks, replicas_differ
 from ds_quant.runtime.fallback import Fallback
@@ -38,13 +41,10 @@ from ds_quant.runtime.figures import figures
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
-from ds_quant.runtime.run import ProcessGroups, Run
-from ds_quant.runtime.start_line import LineParts, start_line
+from ds_quant.runtime.start_line import start_line
 from ds_quant.runtime.telemetry import StepTelemetry
 from ds_quant.runtime.warmup import MessageKinds
 from ds_quant.runtime.written_weights import UnequalSteps
-
-STAGE = 3  # FSDP2 shards weights, gradients and optimizer states, as ZeRO-3 does
 
 
 class ServedModule(NamedTuple):
@@ -78,43 +78,24 @@ class AttachedModel:
         self,
         model: nn.Module,
         scheme: Scheme,
-        topology: Topology,
-        mesh: Mesh,
+        ranks: RanksOfModel,
     ) -> None:
-        routes = Routes(
-            scheme=scheme,
-            stage=STAGE,
-            nodes=topology.nodes,
-            node_size=topology.node_size,
-            replicas=mesh.replicas > 1,
-        )
-        modules = sharded_modules(model, routes, mesh)
         self.step = 0
-        self.mesh = mesh
-        self.run = Run(
-            self,
-            routes,
-            topology,
-            [param for sharded in modules for param in sharded.params],
-            process_groups=ProcessGroups(shards=mesh.shard_group, replicas=mesh.replica_group),
-            device=mesh.device,
-            has_streams=mesh.device.type != "cpu",
-            dist=torch.distributed,
-            notices=[*gathered_by_fsdp(modules), *weights_in_full(routes, modules)],
-        )
+        self.run, modules = run_of(self, model, scheme, ranks)
+        self._modules = modules
         self._forwards = Forwards(self.run)
         self._optimizers = OptimizerSteps(self)
         self.context = Context(
             run=self.run,
-            replicas=mesh.replicas,
             before_gather=self._before_gather,
             after_reduction=self._after_reduction,
         )
         self.copies: NodeCopies | None = None
         node_shards: dict[ShardedModule, NodeShard] = {}
-        if routes.keeps_shard:
-            served = [sharded for sharded in modules if not sharded.fsdp_gathers]
-            node_shards = {sharded: NodeShard(self.context, sharded) for sharded in served}
+        for sharded in modules:
+            if sharded.level.routes.keeps_shard and not sharded.fsdp_gathers:
+                node_shards[sharded] = NodeShard(self.context, sharded)
+        if any(level.routes.keeps_shard for level in self.run.levels):
             self.copies = NodeCopies(self.context, list(node_shards.values()))
         self.served = [
             ServedModule(
@@ -325,10 +306,10 @@ class AttachedModel:
 
     def _own_values(self) -> Iterator[tuple[Param, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard as it is sent, and the ranks that share it."""
-        shards = self.run.world.shards
-        for sharded, _, _ in self.served:
+        for sharded in self._modules:
             if sharded.fsdp_gathers:
                 continue
+            shards = sharded.level.shards
             rows = zip(sharded.params, sharded.shards(), sharded.lengths, strict=True)
             for param, shard, lengths in rows:
                 yield param, shard[: lengths[shards.rank]].to(sharded.dtype), shards.flat
@@ -394,12 +375,21 @@ class AttachedModel:
             return
         if self.copies is not None:
             compare_copies(self.run, self.copies, self.step)
-        elif self.mesh.replicas > 1 and (self.step % every == 0 or self.step == 1):
-            held = [shard for sharded, _, _ in self.served for shard in sharded.shards()]
-            place = self.run.world.shards.rank
-            differing = differing_ranks(self.run, [(place, held)], self.step)
+        if self.step % every == 0 or self.step == 1:
+            replicated = list(self._replicated_weights())
+            differing = differing_ranks(self.run, replicated, self.step) if replicated else []
             if differing:
                 raise replicas_differ(self.step, differing)
+
+    def _replicated_weights(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield this rank's shards of every level with replicas. The first rank that holds the same
+        ones stands for their owner.
+        """
+        for level in self.run.levels:
+            if level.replicas > 1:
+                own = [sharded for sharded in self._modules if sharded.level is level]
+                held = [shard for sharded in own for shard in sharded.shards()]
+                yield level.between_nodes.ranks[0], held
 
     # ---- state ----
 
@@ -467,122 +457,32 @@ class AttachedModel:
 
     def workload(self) -> Workload:
         """Return the communication of an optimizer step."""
-        param_specs = [
-            ParamSpec(
-                name=param.name,
-                shape=tuple(param.shape),
-                dtype=dtype,
-                trainable=param.trained,
-                packed=param.packed,
-                stock_weights=bool(sharded.fsdp_gathers),
-                stock_gradients=not sharded.reduces,
-            )
-            for sharded, _, _ in self.served
-            for param, dtype in zip(sharded.params, sharded.dtypes, strict=True)
-        ]
-        return Workload(
-            param_specs=param_specs,
-            gathers=2.0,  # in forward and in backward
-            micro_steps=self.micro_steps,
-            gradient_dtype=self._gradient_dtype(),
-        )
+        return workload_of(self.run, self._modules, micro_steps=self.micro_steps)
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> list[Sizes]:
         """Return the sizes that decide the peak memory of a step."""
-        largest = max((sharded.row_numel for sharded, _, _ in self.served), default=0)
-        largest *= self.run.world.shards.size
-        return Sizes(
-            trained=sum(param.shape.numel() for param in self.run.params if param.trained),
-            largest=largest,
-            bucket=largest,
-            prefetch=largest,
-            itemsize=self._gradient_dtype().itemsize,
-            exchanged_at_once=True,
-            # On a device with streams: see [Note: all-reduce stream] of gradients.py.
-            crossing_at_once=self.mesh.replicas > 1 and self.mesh.device.type != "cpu",
-            slicing=self.run.slicing,
-        )
+        return sizes_of(self.run, self._modules)
 
     def message_kinds(self) -> MessageKinds:
         """Return dtypes and levels of the messages, for ``warm_up``."""
-        dtypes = {sharded.dtype for sharded, _, _ in self.served if not sharded.fsdp_gathers}
-        reduces = any(sharded.reduces for sharded, _, _ in self.served)
-        return MessageKinds(
-            weight_dtypes=sorted(dtypes, key=str),
-            gradient_dtype=self._gradient_dtype(),
-            reducing=[self.run.world] if reduces else [],
-            all_levels=[self.run.world],
-            crosses_once=self.context.defers_inter_node,
-            has_few_ranks=False,
-        )
-
-    def _gradient_dtype(self) -> torch.dtype:
-        """Return the dtype of the gradients of the first module whose gradients are sent."""
-        for sharded, _, _ in self.served:
-            if sharded.reduces:
-                return sharded.gradient_dtype
-        return torch.float32
+        return message_kinds_of(self.run, self._modules)
 
     @property
     def line(self) -> str:
         """The start-up line."""
         volume = self.run.comm_volume()
-        return start_line(self.run, volume, self._line_parts(volume))
-
-    def _line_parts(self, volume: CommVolume) -> LineParts:
-        """Return the part of the start-up line that FSDP2 knows."""
-        has_replicas = self.mesh.replicas > 1
-        gradients = ""
-        if self.context.defers_inter_node:
-            declare = "set_requires_all_reduce" if has_replicas else "set_is_last_backward"
-            gradients = (
-                "gradients are sent between nodes in every backward that is not declared otherwise "
-                f"by {declare}(False)"
-            )
-        weights = ""
-        if has_replicas:
-            is_exact = self.run.routes.weights().is_full_precision
-            weights = "weights stay in the node" + (", exact" if is_exact else "")
-        return LineParts(
-            layout="FSDP2 with replicas" if has_replicas else "FSDP2",
-            between="replicas of" if has_replicas else "x",
-            stock=self._alone(volume),
-            weights=weights,
-            gradients=gradients,
-            kept_bytes=self._kept_bytes,
-            micro_steps=1,
-            period="step",
-        )
+        parts = line_parts_of(self.run, self._modules, volume, kept_bytes=self._kept_bytes)
+        return start_line(self.run, volume, parts)
 
     @property
     def _kept_bytes(self) -> int:
         return 0 if self.copies is None else self.copies.nbytes
 
-    def _alone(self, volume: CommVolume) -> str:
-        """Describe the volume of FSDP2 without the block, as "bf16 6.00" or "bf16 + fp32 8.00".
-
-        Weights are gathered in one dtype, gradients reduced in another. With replicas an all-reduce
-        of gradients is all that crosses between the nodes.
-        """
-        nbytes = 0.0
-        names: dict[str, None] = {}
-        for sharded, _, _ in self.served:
-            for param, dtype in zip(sharded.params, sharded.dtypes, strict=True):
-                numel = param.shape.numel()
-                if self.mesh.replicas == 1:
-                    nbytes += volume.gathers * numel * dtype.itemsize
-                    names[CAST_NAMES.get(dtype, str(dtype).removeprefix("torch."))] = None
-                if param.trained:
-                    passes = 1 if self.mesh.replicas == 1 else 2
-                    nbytes += passes * numel * sharded.gradient_dtype.itemsize
-                    names[CAST_NAMES.get(sharded.gradient_dtype, "fp64")] = None
-        return f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}"
-
     def figures(self) -> dict[str, Any]:
         """Return the figures of ``ds_quant.report``."""
         return {
             "front": "fsdp2",
-            "replicas": self.mesh.replicas,
+            "replicas": max(level.replicas for level in self.run.levels),
             **figures(
                 self.run,
                 micro_steps=1,

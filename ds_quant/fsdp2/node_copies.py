@@ -9,7 +9,7 @@ step, writes since the last forward are noted. A backward compares nothing: it u
 its forward.
 
 [Note: one agreement] Lossless messages have lengths that all nodes must know before the first one
-is posted. They are exchanged once per step for all modules: see [Note: lengths] of
+is posted. They are exchanged once per step for all modules of a mesh: see [Note: lengths] of
 comm/lossless_gather.py.
 """
 
@@ -24,8 +24,9 @@ from torch import Event, Tensor
 from ds_quant.comm.lossless_gather import posts
 from ds_quant.config.errors import KEY
 from ds_quant.fsdp2.context import Context
-from ds_quant.fsdp2.node_shard import NodeShard, between_nodes
+from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.runtime.param import Param
+from ds_quant.runtime.run import Level
 from ds_quant.runtime.written_weights import WrittenWeights
 
 
@@ -55,8 +56,15 @@ class NodeCopies:
         return [node_shard.rows() for node_shard in self.node_shards if node_shard.is_filled]
 
     def comparable_weights(self) -> Iterator[tuple[int, Iterable[Tensor]]]:
-        """See ``copies.WeightCache``. Ranks of equal place in their nodes hold equal rows."""
-        yield self._run.world.hierarchy.rank % self._run.topology.node_size, self.rows()
+        """See ``copies.WeightCache``. Ranks of equal place in the nodes of a level hold equal rows;
+        the first of them stands for their owner.
+        """
+        by_level: dict[Level, list[Tensor]] = {}
+        for node_shard in self.node_shards:
+            if node_shard.is_filled:
+                by_level.setdefault(node_shard.sharded.level, []).append(node_shard.rows())
+        for level, rows in by_level.items():
+            yield level.between_nodes.ranks[0], rows
 
     # ---- weights that were written ----
 
@@ -80,9 +88,8 @@ class NodeCopies:
         if self._compared is not None:
             # Gathers need not wait for the stream of the optimizer: ``set_post_optim_event``.
             self._compared.wait()
-        flat = self._run.world.hierarchy.flat
         steps = self._run.step
-        written = set(self._written.written(self._shards(), flat, steps=steps))
+        written = set(self._written.written(self._shards(), self._run.votes, steps=steps))
         if not written:
             return
         params: list[Param] = []
@@ -116,20 +123,21 @@ class NodeCopies:
         A collective.
         """
         run = self._run
-        lossless: dict[torch.dtype, list[NodeShard]] = {}
+        lossless: dict[tuple[Level, torch.dtype], list[NodeShard]] = {}
         for node_shard in self.node_shards:
             node_shard.finish_exchange()  # a forward may have skipped the module
             if not node_shard.is_filled:
                 continue  # no forward yet: the first one fills it
             if node_shard.sends_lossless:
-                lossless.setdefault(node_shard.sharded.dtype, []).append(node_shard)
+                sharded = node_shard.sharded
+                lossless.setdefault((sharded.level, sharded.dtype), []).append(node_shard)
             else:
                 node_shard.exchange()
-        inter = between_nodes(run)
-        for same_dtype in lossless.values():
-            rows = [node_shard.lossless_rows() for node_shard in same_dtype]
+        for (level, _), node_shards in lossless.items():
+            rows = [node_shard.lossless_rows() for node_shard in node_shards]
+            inter = level.between_nodes
             gathers = posts(rows, inter, inter, device=run.device, traffic=run.traffic)
-            for node_shard, post in zip(same_dtype, gathers, strict=True):
+            for node_shard, post in zip(node_shards, gathers, strict=True):
                 node_shard.exchange_lossless(post)
         self._written.take(self._shards())
         self._record()

@@ -24,12 +24,11 @@ from ds_quant.codec.codec import Codec
 from ds_quant.comm.lossless_gather import Post
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.slots import row_vector
-from ds_quant.comm.transport import Communicator, Pending
+from ds_quant.comm.transport import Pending
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.lossless_rows import LosslessRows, trained_columns
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weight_codecs import WeightCodecs
-from ds_quant.runtime.run import Run
 
 _BETWEEN, _INSIDE = 0, -1  # the hops of a parameter's weights
 
@@ -40,8 +39,9 @@ class NodeShard:
     def __init__(self, context: Context, sharded: ShardedModule) -> None:
         self._run = context.run
         self.sharded = sharded
-        topology = context.run.topology
-        rank = context.run.world.hierarchy.rank
+        self._level = sharded.level
+        topology = self._level.topology
+        rank = self._level.hierarchy.rank
         self._node, self._local = divmod(rank, topology.node_size)
         self._shape = topology.nodes, sharded.row_numel
         self._rows: Tensor | None = None  # see [Note: filled rows]
@@ -98,7 +98,7 @@ class NodeShard:
         run = self._run
         return (
             any(param.trained for param in self.sharded.params)
-            and run.routes.sends_lossless(self.sharded.dtype)
+            and self._level.routes.sends_lossless(self.sharded.dtype)
             and not run.is_full_precision(run.step)
         )
 
@@ -120,7 +120,7 @@ class NodeShard:
         """Post this rank's weights between the nodes."""
         own = self._new_row()
         flat = rows.view(-1)
-        inter = between_nodes(self._run)
+        inter = self._level.between_nodes
         self._exchange = message.gather(inter, [flat, own], bound_codecs, lambda: [flat])
 
     def _new_row(self) -> Tensor:
@@ -145,7 +145,7 @@ class NodeShard:
             is_sent,
             self._node,
             self._local,
-            self._run.topology.node_size,
+            self._level.topology.node_size,
         )
 
     # ---- gathers ----
@@ -153,7 +153,7 @@ class NodeShard:
     def gather(self, output: Tensor) -> Pending[Any]:
         """Gather all rows, (ranks * row,), from the ranks of this node."""
         rows = self.rows()
-        intra = self._run.world.hierarchy.intra
+        intra = self._level.hierarchy.intra
         if intra is None:  # one rank per node: all rows are here
             output.view(rows.shape).copy_(rows)
             return Pending(lambda: output)
@@ -166,14 +166,8 @@ class NodeShard:
             self.sharded.widths,
             self.sharded.lengths,
             self._local,
-            self._run.topology.node_size,
+            self._level.topology.node_size,
         )
-
-
-def between_nodes(run: Run) -> Communicator:
-    """Return the ranks of equal place in all nodes; with one rank per node, all ranks."""
-    hierarchy = run.world.hierarchy
-    return hierarchy.inter or hierarchy.flat
 
 
 @lru_cache(maxsize=1024)

@@ -33,6 +33,7 @@ __all__ = [
     "in_backward",
     "in_forward",
     "is_last_backward",
+    "joined_ranks",
     "param_groups",
     "replicas_of",
     "without_replicas",
@@ -171,6 +172,20 @@ def replicas_of(mesh_info: DataParallelMeshInfo) -> tuple[ProcessGroup, list[lis
     assert mesh_info.replicate_mesh_dim is not None
     rows = mesh.mesh.movedim(mesh_info.replicate_mesh_dim, 0).flatten(1)
     return mesh_info.replicate_process_group, rows.tolist()
+
+
+def joined_ranks(group: ParamGroup) -> dict[tuple[int, ...], list[ProcessGroup]]:
+    """Return the ascending global ranks of every mesh that a parameter is split or copied over,
+    with those process groups of this rank that connect them.
+
+    Such a mesh has the dimensions of tensor or expert parallelism, too.
+    """
+    joined: dict[tuple[int, ...], list[ProcessGroup]] = {}
+    for mesh in {member.sharded_param.device_mesh for member in group.fsdp_params}:
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        groups = [each for each in mesh.get_all_groups() if each.size() > 1]
+        joined.setdefault(ranks, groups)
+    return joined
 
 
 def without_replicas(mesh_info: DataParallelMeshInfo) -> DataParallelMeshInfo:

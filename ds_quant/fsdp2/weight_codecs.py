@@ -63,8 +63,8 @@ class WeightCodecs:
 
         Frozen weights of a node shard do not cross between the nodes.
         """
-        run, dtype = self._context.run, self._sharded.dtype
-        hop_codecs = param.weight_codecs(dtype, rank=run.world.shards.rank)
-        if self._hop == 0 and run.routes.keeps_shard and not param.trained:
+        level, dtype = self._sharded.level, self._sharded.dtype
+        hop_codecs = param.weight_codecs(dtype, rank=level.shards.rank)
+        if self._hop == 0 and level.routes.keeps_shard and not param.trained:
             return full_precision(dtype)
-        return param.bound_codec(hop_codecs[self._hop], dtype, run.step)
+        return param.bound_codec(hop_codecs[self._hop], dtype, self._context.run.step)

@@ -82,7 +82,7 @@ class QuantizedAllGather(AllGather):
         self._context.run.refuse_capture()
         self._context.before_gather(self._sharded)
         if self._sharded.fsdp_gathers:
-            self._context.run.world.shards.flat.count_ring(output_tensor.nbytes, role="weights")
+            self._sharded.level.shards.flat.count_ring(output_tensor.nbytes, role="weights")
             return self._own(output_tensor, input_tensor, group, async_op)
         if input_tensor.numel() != self._sharded.row_numel:
             # reshard_after_forward=int gathers weights that are decoded already, inside a node.
@@ -98,7 +98,7 @@ class QuantizedAllGather(AllGather):
         return None
 
     def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Pending[Any]:
-        shards = self._context.run.world.shards
+        shards = self._sharded.level.shards
         bound_codecs, message = self._weight_codecs.of_step(self._plan)
         if shards.intra is None and not shards.flat.sealed and self._weight_codecs.are_exact:
             return self._gather_exactly(output_tensor, input_tensor, bound_codecs[0])
@@ -108,7 +108,7 @@ class QuantizedAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, exact: BoundCodec
     ) -> Pending[Any]:
         """Gather rows as they are, without a message of their own."""
-        flat = self._context.run.world.shards.flat
+        flat = self._sharded.level.shards.flat
         payload = input_tensor.view(torch.uint8)
         with flat.encoding("weights") as note:
             if note is not None:
@@ -116,7 +116,7 @@ class QuantizedAllGather(AllGather):
         return flat.all_gather(payload, role="weights", into=output_tensor.view(torch.uint8))
 
     def _plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
-        shards = self._context.run.world.shards
+        shards = self._sharded.level.shards
         return _row_message(
             tuple([bound.codec for bound in bound_codecs]),
             self._sharded.widths,

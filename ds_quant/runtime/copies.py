@@ -83,8 +83,10 @@ def differing_ranks(run: Run, copies: Copies, step: int) -> list[int]:
         RuntimeError: on all ranks, if they have received different checksums: some would refill
             their copies, others would not.
     """
-    communicator = run.world.hierarchy.flat
+    communicator = run.votes
     sums = [torch.cat([torch.tensor([owner]), checksum(held).cpu()]) for owner, held in copies]
+    if not sums:
+        return []
     own = torch.stack(sums).to(run.device)  # (copies, 3) int64
     received = communicator.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
     if not _arrived_alike(received, communicator):
@@ -101,7 +103,7 @@ def differing_ranks(run: Run, copies: Copies, step: int) -> list[int]:
     for rank, rows in enumerate(by_rank):
         for index, (owner, *totals) in enumerate(rows):
             versions = holders.setdefault((index, owner), {})
-            versions.setdefault(tuple(totals), []).append(rank)
+            versions.setdefault(tuple(totals), []).append(communicator.ranks[rank])
     differing: set[int] = set()
     for versions in holders.values():
         differing.update(outvoted(versions))

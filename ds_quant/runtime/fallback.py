@@ -83,7 +83,7 @@ class Fallback:
         self.has_voted = True
         bad = first_nonfinite(run.finite_flags or [])
         self._look_for_kill_file()
-        flat = run.world.hierarchy.flat
+        flat = run.votes
         votes = [
             flat.size if bad is None else flat.rank,
             flat.rank if self._saw_kill_file else flat.size,
@@ -156,7 +156,7 @@ class Fallback:
         if self._policy == "raise":
             where = "a parameter that DeepSpeed reduces itself"
             if finder is not None:
-                flat = run.world.hierarchy.flat
+                flat = run.votes
                 names = [bad]
                 torch.distributed.broadcast_object_list(
                     names, src=flat.ranks[finder], group=flat.process_group

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_quant.runtime.run import Received, Run
+from ds_quant.policy.cost import CommVolume
+from ds_quant.runtime.run import Level, Received, Run
 
 
 def figures(
@@ -52,6 +53,20 @@ def figures(
         "nonfinite_steps": run.state.nonfinite_steps,
         "exact_steps": run.state.exact_steps,
         "killed": run.state.killed,
+        "levels": [_of_level(*each) for each in zip(run.levels, volume.parts, strict=True)],
+    }
+
+
+def _of_level(level: Level, volume: CommVolume) -> dict[str, Any]:
+    """Return the figures of one set of ranks."""
+    topology = level.topology
+    return {
+        "ranks": list(topology.all_ranks),
+        "nodes": topology.nodes,
+        "node_size": topology.node_size,
+        "replicas": level.replicas,
+        "params": volume.numel,
+        "received_bytes": {role: dict(links) for role, links in level.traffic.received.items()},
     }
 
 

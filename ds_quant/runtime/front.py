@@ -20,12 +20,13 @@ from ds_quant.policy.memory import Sizes
 class Workload:
     """The communication of an optimizer step, the same for every scheme.
 
+    param_specs: of every level of the run.
     gathers: of every weight in a micro-step. micro_steps: of an optimizer step.
     gradient_dtype: in which gradients are reduced.
     stock_gradients: the front's library reduces them itself.
     """
 
-    param_specs: Sequence[ParamSpec]
+    param_specs: Sequence[Sequence[ParamSpec]]
     gathers: float
     micro_steps: int
     gradient_dtype: torch.dtype
@@ -46,5 +47,5 @@ class Front(Protocol):
     def workload(self) -> Workload:
         """Return the communication of an optimizer step, as the model is now."""
 
-    def sizes(self) -> Sizes:
-        """Return the sizes that decide the peak memory of a step."""
+    def sizes(self) -> Sequence[Sizes]:
+        """Return the sizes that decide the peak memory of a step, of every level of the run."""

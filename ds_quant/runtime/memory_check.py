@@ -42,7 +42,7 @@ def require_memory(
     if not (node_shard or partial_sums):
         return
     votes = torch.tensor(free_here, device=run.device)
-    free, free_on_host = run.world.hierarchy.flat.least(votes).tolist()
+    free, free_on_host = run.votes.least(votes).tolist()
     smaller = f'use more ranks per node, {way_out}, or a scheme without a node shard such as "qsdp"'
     if on_host:
         _require_on_host(node_shard * run.topology.node_size, free_on_host, smaller)

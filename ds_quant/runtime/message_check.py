@@ -22,7 +22,7 @@ def check_messages(run: Run) -> None:
     Raises:
         RuntimeError: on all ranks, with the message error of the lowest rank that has one.
     """
-    flat = run.world.hierarchy.flat
+    flat = run.votes
     # This rank's number if it has an error, else the number of ranks. Made on the device, so that
     # the host waits only for the minimum.
     vote = torch.where(run.message_errors.any_error(run.device), flat.rank, flat.size)

@@ -21,8 +21,8 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator, carries
 from ds_quant.config.errors import KEY
 from ds_quant.config.schema import parse_block
-from ds_quant.policy.cost import CommVolume, comm_volume
-from ds_quant.policy.memory import peak_bytes
+from ds_quant.policy.cost import comm_volume
+from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime import groups, log
@@ -67,21 +67,37 @@ class SchemeState:
 class Level:
     """The communicators of one set of ranks.
 
+    topology: the ranks in their nodes. routes: of messages between them. Under DeepSpeed those of
+        all ranks, also for a process group that is smaller.
     hierarchy: all of them. shards: those that share one copy of the weights; the same without
         replicas.
     hops: of a gradient reduction.
     returning: the ranks to which sums of gradients go back; None if they stay where they are made.
+    traffic: counters of these communicators.
     """
 
+    topology: Topology
+    routes: Routes
     hierarchy: HierarchicalCommunicator
     shards: HierarchicalCommunicator
     hops: tuple[ReductionHop, ...]
+    traffic: Traffic
     returning: Communicator | HierarchicalCommunicator | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the weights that these ranks hold, each of them sharded."""
+        return self.topology.nodes if self.routes.replicas else 1
+
+    @property
+    def between_nodes(self) -> Communicator:
+        """The ranks of equal place in all nodes; with one rank per node, all ranks."""
+        return self.hierarchy.inter or self.hierarchy.flat
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
-    """The process groups of a run's ranks, None for the world.
+    """The process groups of a level's ranks, None for the world.
 
     shards: of the ranks that share one copy of the weights. replicas: of the ranks of equal place
         in all copies, if there are several.
@@ -99,13 +115,16 @@ class Run:
 
     Args:
         front: answers what only the front's library knows.
-        params: of the model, whose routes are ``routes``.
-        process_groups: of the run's ranks.
+        routes, topology, process_groups: of the first level.
+        params: of the model.
         device: of the collectives. has_streams: it works on streams.
         dist: module with the collectives, DeepSpeed's if None.
         notices: sentences that the start-up line adds.
 
-    world: all ranks of the run.
+    topology: all ranks of the run in their nodes.
+    votes: all ranks of the run. Errors end all of them.
+    world: the first level. Under DeepSpeed it has all ranks.
+    levels: sets of ranks that share parameters. Under DeepSpeed the first one alone.
     """
 
     def __init__(
@@ -127,8 +146,9 @@ class Run:
         self.scheme: Scheme = routes.scheme
         self.topology = topology
         self.device = device
-        self.params = list(params)
-        self._param_by_id = {id(param.tensor): param for param in self.params}
+        self.params: list[Param] = []
+        self._param_by_id: dict[int, Param] = {}
+        self.add_params(params)
         self.state = SchemeState()
         self.notices = list(notices)
 
@@ -142,14 +162,16 @@ class Run:
         if self.scheme.block.fallback.on_nonfinite != "skip":
             self.finite_flags = []
 
-        # - Communicators by id of the process group, which they keep alive
+        # - Communicators by id of the process group, which they keep alive, and nodes of its ranks
         self._dist = dist
         self._has_streams = has_streams
-        self._communicators: dict[int, Communicator] = {}
-        self._levels: dict[int, Level] = {}
+        self._communicators: dict[tuple[int, Topology], Communicator] = {}
+        self._level_of_group: dict[int, Level] = {}
         pace = presumed_pace(device, carries(process_groups.shards, device))
         self.slicing = Slicing(count=self.scheme.block.slices, pace=pace)
-        self.world = self._make_world(process_groups)
+        self.levels: list[Level] = []
+        self.world = self.add_level(routes, topology, process_groups)
+        self.votes = self.world.hierarchy.flat
 
     # ---- the scheme and the step ----
 
@@ -193,7 +215,13 @@ class Run:
 
     @property
     def _first_rank(self) -> int:
-        return self.topology.ranks[0] if self.topology.ranks else 0
+        return self.topology.all_ranks[0]
+
+    def add_params(self, params: Iterable[Param]) -> None:
+        """Add parameters of the model."""
+        for param in params:
+            self.params.append(param)
+            self._param_by_id[id(param.tensor)] = param
 
     def param_of(self, parameter: Tensor) -> Param | None:
         """Return the record of a parameter, None if the model did not have it at the start."""
@@ -201,14 +229,23 @@ class Run:
 
     # ---- communicators ----
 
-    def communicator(self, process_group: Any) -> Communicator:
-        """Return the communicator of a process group; None is the world."""
-        key = id(process_group)
+    def communicator(
+        self,
+        process_group: Any,
+        topology: Topology | None = None,
+        traffic: Traffic | None = None,
+    ) -> Communicator:
+        """Return the communicator of a process group; None is the world.
+
+        topology, traffic: nodes of its ranks and counters, where they are not those of the run.
+        """
+        topology = topology or self.topology
+        key = id(process_group), topology
         if key not in self._communicators:
             self._communicators[key] = Communicator(
                 process_group,
-                topology=self.topology,
-                traffic=self.traffic,
+                topology=topology,
+                traffic=traffic or self.traffic,
                 message_errors=self.message_errors,
                 sealed=self.scheme.block.payload_checksum,
                 buffers=self.buffers,
@@ -233,57 +270,98 @@ class Run:
 
     def is_world(self, process_group: Any) -> bool:
         """Return True if a process group has all ranks of the run."""
-        ranks = self.topology.ranks or range(self.topology.world)
-        return self.communicator(process_group).ranks == list(ranks)
+        return self.communicator(process_group).ranks == list(self.topology.all_ranks)
 
     def level(self, process_group: Any) -> Level:
-        """Return the level of a process group; None is the world.
+        """Return the level of a process group under DeepSpeed; None is the world.
 
         A group smaller than the run has one hop.
         """
         key = id(process_group)
-        if key not in self._levels:
+        if key not in self._level_of_group:
             level = self.world
             if not self.is_world(process_group):
                 hierarchy = HierarchicalCommunicator(self.communicator(process_group))
-                level = self._level(hierarchy, hierarchy)
-            self._levels[key] = level
-        return self._levels[key]
+                level = self._level(
+                    self.routes, self.topology, hierarchy, hierarchy, self.world.traffic
+                )
+            self._level_of_group[key] = level
+        return self._level_of_group[key]
 
-    def _make_world(self, process_groups: ProcessGroups) -> Level:
-        """Return the level of all ranks of the run. A collective of them."""
-        shards = self.communicator(process_groups.shards)
+    def add_level(self, routes: Routes, topology: Topology, process_groups: ProcessGroups) -> Level:
+        """Add a set of ranks that share parameters. A collective of them."""
+        level = self._make_level(routes, topology, process_groups, self.traffic.part())
+        self.levels.append(level)
+        return level
+
+    def vote_with(self, topology: Topology, process_groups: Sequence[Any]) -> None:
+        """Let the ranks of all levels vote together. A collective of them.
+
+        topology: of all these ranks. process_groups: of this rank; a vote of one after the other is
+            one of all ranks.
+        """
+        communicators = [self.communicator(group, topology) for group in process_groups]
+        flat = groups.group_of(
+            topology.all_ranks, device=self.device, least=self._least_of(communicators)
+        )
+        self.topology = topology
+        self.votes = self.communicator(flat)
+
+    def _make_level(
+        self,
+        routes: Routes,
+        topology: Topology,
+        process_groups: ProcessGroups,
+        traffic: Traffic,
+    ) -> Level:
+        """Return the level of the ranks of a topology. A collective of them."""
+
+        def communicator(process_group: Any) -> Communicator:
+            return self.communicator(process_group, topology, traffic)
+
+        shards = communicator(process_groups.shards)
         if process_groups.replicas is None:
-            hierarchy = HierarchicalCommunicator(shards, *self._inside_and_between(shards))
-            return self._level(hierarchy, hierarchy)
-        inter = self.communicator(process_groups.replicas)
+            inside_and_between = self._inside_and_between(routes, topology, shards)
+            hierarchy = HierarchicalCommunicator(shards, *map(communicator, inside_and_between))
+            return self._level(routes, topology, hierarchy, hierarchy, traffic)
+        inter = communicator(process_groups.replicas)
+        least = self._least_of([shards, inter])
+        flat = groups.group_of(topology.all_ranks, device=self.device, least=least)
+        hierarchy = HierarchicalCommunicator(communicator(flat), shards, inter)
+        return self._level(routes, topology, hierarchy, HierarchicalCommunicator(shards), traffic)
+
+    def _inside_and_between(
+        self, routes: Routes, topology: Topology, flat: Communicator
+    ) -> Sequence[Any]:
+        """Return the process groups of ``groups.LevelGroups``; none where there is one level."""
+        if not routes.two_levels:
+            return ()
+        return groups.level_groups(
+            topology,
+            device=self.device,
+            has_streams=self._has_streams,
+            least=self._least_of([flat]),
+        )
+
+    def _least_of(self, communicators: Sequence[Communicator]) -> groups.Vote:
+        """Return a vote of all ranks that these communicators connect."""
 
         def least(numbers: list[int]) -> list[int]:
             votes = torch.tensor(numbers, device=self.device)
-            minimum: list[int] = inter.least(shards.least(votes)).tolist()
+            for communicator in communicators:
+                votes = communicator.least(votes)
+            minimum: list[int] = votes.tolist()
             return minimum
 
-        ranks = self.topology.ranks or range(self.topology.world)
-        flat = groups.group_of(ranks, device=self.device, least=least)
-        hierarchy = HierarchicalCommunicator(self.communicator(flat), shards, inter)
-        return self._level(hierarchy, HierarchicalCommunicator(shards))
-
-    def _inside_and_between(self, flat: Communicator) -> list[Communicator]:
-        """Return the communicators of ``groups.LevelGroups``; none where there is one level."""
-        if not self.routes.two_levels:
-            return []
-
-        def least(numbers: list[int]) -> list[int]:
-            minimum: list[int] = flat.least(torch.tensor(numbers, device=self.device)).tolist()
-            return minimum
-
-        level_groups = groups.level_groups(
-            self.topology, device=self.device, has_streams=self._has_streams, least=least
-        )
-        return [self.communicator(group) for group in level_groups]
+        return least
 
     def _level(
-        self, hierarchy: HierarchicalCommunicator, shards: HierarchicalCommunicator
+        self,
+        routes: Routes,
+        topology: Topology,
+        hierarchy: HierarchicalCommunicator,
+        shards: HierarchicalCommunicator,
+        traffic: Traffic,
     ) -> Level:
         """Return a level with the hops of a gradient reduction."""
         communicators = {
@@ -293,7 +371,7 @@ class Run:
         }
         hops: list[ReductionHop] = []
         divisor = 1
-        for hop in self.routes.gradients(full_world=hierarchy.intra is not None).hops:
+        for hop in routes.gradients(full_world=hierarchy.intra is not None).hops:
             communicator = communicators[hop.level]
             assert communicator is not None, f"no communicator for the level {hop.level}"
             hops.append(
@@ -306,11 +384,19 @@ class Run:
             )
             divisor *= communicator.size
         returning: Communicator | HierarchicalCommunicator | None = None
-        if self.routes.replicas:
+        if routes.replicas:
             returning = hierarchy.inter
-        elif not self.routes.sends_weights:
+        elif not routes.sends_weights:
             returning = hierarchy
-        return Level(hierarchy=hierarchy, shards=shards, hops=tuple(hops), returning=returning)
+        return Level(
+            topology=topology,
+            routes=routes,
+            hierarchy=hierarchy,
+            shards=shards,
+            hops=tuple(hops),
+            traffic=traffic,
+            returning=returning,
+        )
 
     # ---- learned levels ----
 
@@ -338,22 +424,26 @@ class Run:
         """See ``Front.workload``."""
         return self._front.workload()
 
-    def comm_volume(self, scheme: Scheme | None = None) -> CommVolume:
+    def comm_volume(self, scheme: Scheme | None = None) -> ModelVolume:
         """Price a step of the run's scheme, or of another one, in bytes per parameter."""
         workload = self.workload
-        return comm_volume(
-            scheme or self.scheme,
-            self.routes.stage,
-            workload.param_specs,
-            ranks=self.topology.world,
-            node_size=self.topology.node_size,
-            gathers=workload.gathers,
-            gradient_dtype=workload.gradient_dtype,
-            stock_gradients=workload.stock_gradients,
-            replicas=self.routes.replicas,
-        )
+        parts = [
+            comm_volume(
+                scheme or self.scheme,
+                level.routes.stage,
+                param_specs,
+                ranks=level.topology.world,
+                node_size=level.topology.node_size,
+                gathers=workload.gathers,
+                gradient_dtype=workload.gradient_dtype,
+                stock_gradients=workload.stock_gradients,
+                replicas=level.routes.replicas,
+            )
+            for level, param_specs in zip(self.levels, workload.param_specs, strict=True)
+        ]
+        return ModelVolume(tuple(parts))
 
-    def received_by_formula(self, volume: CommVolume) -> Received:
+    def received_by_formula(self, volume: ModelVolume) -> Received:
         """Return bytes that a rank receives per optimizer step, by role and link as ``Traffic``."""
         micro_steps = self.workload.micro_steps
         return volume.received(self.routes.stage, micro_steps=micro_steps)
@@ -370,6 +460,6 @@ class Run:
             received["gradients"] = {"intra": 0.0, "inter": 0.0}  # the library's are not counted
         return received
 
-    def peak_bytes(self, volume: CommVolume) -> float:
+    def peak_bytes(self, volume: ModelVolume) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
-        return peak_bytes(volume, self._front.sizes())
+        return volume.peak_bytes(self._front.sizes())

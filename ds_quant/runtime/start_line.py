@@ -12,7 +12,7 @@ from ds_quant.config.presets import preset_groups
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch
 from ds_quant.policy import choosing
-from ds_quant.policy.cost import CommVolume
+from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.scheme import Scheme, matches
 from ds_quant.runtime.run import Run
 
@@ -52,7 +52,7 @@ def announce(run: Run, line: str) -> None:
     run.info(f"quantized_comm: {line}")
 
 
-def start_line(run: Run, volume: CommVolume, front: LineParts) -> str:
+def start_line(run: Run, volume: ModelVolume, front: LineParts) -> str:
     """Describe a run in one line, its notices last."""
     parts = [*_traffic(run, volume, front), *_memory(run, volume, front)]
     scheme = run.scheme
@@ -71,30 +71,50 @@ def start_line(run: Run, volume: CommVolume, front: LineParts) -> str:
     return "; ".join(parts)
 
 
-def _traffic(run: Run, volume: CommVolume, front: LineParts) -> list[str]:
+def _traffic(run: Run, volume: ModelVolume, front: LineParts) -> list[str]:
     """Describe scheme, bytes, ranks and kernels."""
-    stage, topology = run.routes.stage, run.topology
+    stage = run.routes.stage
     outer = volume.step_bytes(stage, micro_steps=front.micro_steps)
     inner = volume.intra_bytes(stage, micro_steps=front.micro_steps)
     between = " between nodes" if inner else ""
     parts = [
         f"{run.scheme.name} on {front.layout}, volume {outer:.2f} B/param/{front.period}{between} "
         f"({front.stock}), {_unquantized(volume)}",
-        f"{topology.nodes} {front.between} {topology.node_size} ranks",
+        *_ranks(run, volume, front),
         dispatch.describe(run.device, run.scheme.block.backend),
     ]
     if front.fetches:
         parts.append(front.fetches)
-    if topology.world > 1:
+    if run.topology.world > 1:
         received = volume.received_per_node(stage, micro_steps=front.micro_steps)
-        receiver = "node" if topology.nodes > 1 else "rank"
+        crosses = any(level.topology.nodes > 1 for level in run.levels)
+        receiver = "node" if crosses else "rank"
         parts.append(f"{received:.2f} B/param/{front.period} received per {receiver}")
     if inner:
         parts.append(f"volume inside a node {inner:.2f} B/param")
     return parts
 
 
-def _memory(run: Run, volume: CommVolume, front: LineParts) -> list[str]:
+def _ranks(run: Run, volume: ModelVolume, front: LineParts) -> list[str]:
+    """Describe the ranks of every level; of several levels also their shares of the parameters and
+    the bytes that each sends, the largest first.
+    """
+    clauses: list[tuple[int, str]] = []
+    for level, part in zip(run.levels, volume.parts, strict=True):
+        topology = level.topology
+        between = front.between if level.routes.replicas else "x"
+        of_all = "" if topology.world == run.topology.world else f"of {run.topology.world} "
+        clause = f"{topology.nodes} {between} {topology.node_size} {of_all}ranks"
+        if len(run.levels) > 1:
+            share = 100 * part.numel / max(1, volume.numel)
+            nbytes = part.step_bytes(level.routes.stage, micro_steps=front.micro_steps)
+            clause = f"{share:.3g} % of the parameters on {clause}, {nbytes:.2f} B/param"
+        clauses.append((part.numel, clause))
+    clauses.sort(key=lambda numel_and_clause: -numel_and_clause[0])
+    return [clause for _, clause in clauses]
+
+
+def _memory(run: Run, volume: ModelVolume, front: LineParts) -> list[str]:
     """Describe the memory that the scheme takes on a rank."""
     parts: list[str] = []
     if front.kept_bytes:
@@ -126,7 +146,7 @@ def _warn_of_unmatched(run: Run) -> None:
             )
 
 
-def _unquantized(comm_volume: CommVolume) -> str:
+def _unquantized(comm_volume: ModelVolume) -> str:
     """Name the tensors that are sent in full precision, and their share of the bytes."""
     routes, scheme = comm_volume.routes, comm_volume.routes.scheme
     quantizes_weights = routes.sends_weights and (scheme.weights is not None or scheme.lossless)
@@ -148,7 +168,7 @@ def _unquantized(comm_volume: CommVolume) -> str:
     return f"{', '.join(parts)} unquantized ({share})"
 
 
-def weights_stay(comm_volume: CommVolume) -> bool:
+def weights_stay(comm_volume: ModelVolume) -> bool:
     """Return True if the scheme compresses weights between nodes only, and there is one node."""
     routes = comm_volume.routes
     compresses = routes.scheme.weights is not None or routes.scheme.lossless
@@ -157,7 +177,7 @@ def weights_stay(comm_volume: CommVolume) -> bool:
 
 
 def _advised(
-    own: CommVolume, volume_of: Callable[[Scheme], CommVolume], *, micro_steps: int
+    own: ModelVolume, volume_of: Callable[[Scheme], ModelVolume], *, micro_steps: int
 ) -> list[str]:
     """Name the scheme that is advised between these nodes, if it sends clearly less.
 

@@ -65,7 +65,7 @@ def warm_up(run: Run, kinds: MessageKinds) -> None:
 
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
     """
-    ranks = run.topology.ranks or tuple(range(run.topology.world))
+    ranks = run.topology.all_ranks
     rank = torch.distributed.get_rank()
     index = ranks.index(rank)
     first = ranks[index - index % run.topology.node_size]

@@ -571,6 +571,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         nonfinite_steps: found by ``fallback``; 0 with the policy skip.
         exact_steps: in full precision because of ``fallback`` or a kill file.
         killed: True while a kill file exists.
+        levels: of every set of ranks that shares parameters, its ranks, nodes, node_size, replicas,
+            params and received_bytes. Under DeepSpeed one of all ranks, under FSDP2 one per mesh.
         line: the start-up line.
     """
     attached = _attached(engine, "report")

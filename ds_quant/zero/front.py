@@ -134,21 +134,21 @@ class EngineFront:
         ]
         engine = self.engine
         return Workload(
-            param_specs=param_specs,
+            param_specs=[param_specs],
             gathers=self.gathers,
             micro_steps=engine.gradient_accumulation_steps(),
             gradient_dtype=engine.communication_data_type,
             stock_gradients=self.stock_gradients_reason is not None,
         )
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> list[Sizes]:
         """Return the sizes that decide the peak memory of a step."""
         params = self.run.params
         engine = self.engine
         overlaps_on_cpu = (
             self.stage == 3 and engine.zero_overlap_comm() and self.run.device.type == "cpu"
         )
-        return Sizes(
+        sizes = Sizes(
             trained=sharded_params.elements(engine.module)[1],
             largest=max((param.shape.numel() for param in params), default=0),
             bucket=engine.zero_reduce_bucket_size(),
@@ -159,6 +159,7 @@ class EngineFront:
             offloaded=offload.offloads_parameters(engine),
             slicing=self.run.slicing,
         )
+        return [sizes]
 
 
 def params_of(engine: Engine, routes: Routes) -> Iterator[Param]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ds_quant.codec.codec import CAST_NAMES
-from ds_quant.policy.cost import CommVolume, stock_bytes
+from ds_quant.policy.cost import stock_bytes
+from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.runtime.start_line import LineParts, start_line, weights_stay
 from ds_quant.zero import hooks, offload
 from ds_quant.zero.front import EngineFront
@@ -15,7 +16,7 @@ def line_of(front: EngineFront) -> str:
     return start_line(front.run, volume, _parts(front, volume))
 
 
-def _parts(front: EngineFront, volume: CommVolume) -> LineParts:
+def _parts(front: EngineFront, volume: ModelVolume) -> LineParts:
     crosses_once = volume.crosses_once and hooks.accumulates(front.engine)
     micro_steps, period = _period(front, volume, crosses_once)
     dtype = front.engine.communication_data_type
@@ -46,7 +47,7 @@ def _parts(front: EngineFront, volume: CommVolume) -> LineParts:
     )
 
 
-def _period(front: EngineFront, volume: CommVolume, crosses_once: bool) -> tuple[int, str]:
+def _period(front: EngineFront, volume: ModelVolume, crosses_once: bool) -> tuple[int, str]:
     """Return the micro-steps that the line counts bytes of, and the name of this period.
 
     One micro-step under ZeRO-3, unless some bytes are sent once per optimizer step.
@@ -60,7 +61,7 @@ def _period(front: EngineFront, volume: CommVolume, crosses_once: bool) -> tuple
     return micro_steps, "step"
 
 
-def _why_weights_stay(front: EngineFront, volume: CommVolume) -> list[str]:
+def _why_weights_stay(front: EngineFront, volume: ModelVolume) -> list[str]:
     """Explain why weights are sent in full precision, and name the setting that helps."""
     if not weights_stay(volume):
         return []

@@ -92,6 +92,10 @@ def setups(test: str, *, remark: str = "") -> Proven:
     return proven("fsdp2_setups", test, remark=remark)
 
 
+def meshes(*tests: str, remark: str = "") -> Proven:
+    return proven("fsdp2_meshes", *tests, remark=remark)
+
+
 def equal_runs(*rows: str, stages: tuple[int, ...] = ALL, remark: str = "") -> Proven:
     return proven("equal_runs", "runs_end_alike", rows=rows, stages=stages, remark=remark)
 
@@ -117,10 +121,10 @@ NVME = {"device": "nvme", "nvme_path": "/nowhere"}
 STAGES_APART = setups(
     "two_halves_of_the_world_train_apart", remark="every stage attaches a model of its own ranks"
 )
-TENSOR_PARALLEL = refused_in(
-    "fsdp2_setups",
-    "tensor_parallel_parameters_are_refused_with_the_true_cause",
-    remark="leave the block out",
+TENSOR_PARALLEL = meshes(
+    "full_precision_trains_as_fsdp2_alone",
+    "parameters_that_tensor_parallelism_copies_keep_equal_bits",
+    remark="`parallelize_module`",
 )
 
 MODELS = (
@@ -139,9 +143,10 @@ MODELS = (
             few_ranks=True,
             remark=f"{FEW_RANKS}; {NO_OTHER_STAGES}",
         ),
-        fsdp2=RefusesModel(
-            refusal=Refusal(model=trials.experts_apart, message="give fully_shard one mesh"),
-            remark="give `fully_shard` one mesh",
+        fsdp2=meshes(
+            "full_precision_trains_as_fsdp2_alone",
+            "every_mesh_is_priced_and_counted",
+            remark="experts on a mesh of their own",
         ),
         ddp=Cannot("every rank holds the whole model"),
     ),
@@ -416,9 +421,7 @@ MODELS = (
         "shards of other dimensions than 0 (`shard_placement_fn`)",
         LOSS,
         zero=OF_FSDP2,
-        fsdp2=refused_in(
-            "fsdp2", "models_that_cannot_be_served_are_refused_by_name", remark="shard dim 0"
-        ),
+        fsdp2=meshes("full_precision_trains_as_fsdp2_alone"),
         ddp=OF_FSDP2,
     ),
     Row(

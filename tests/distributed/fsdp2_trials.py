@@ -17,9 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 from ds_quant import fsdp2
@@ -49,6 +54,48 @@ FORWARD, FORWARD_OF_MOVEMENT = 0.03, 0.1
 
 class Differs(AssertionError):
     """Two runs have finished and differ."""
+
+
+# ---- meshes ----
+
+
+def beside_tensor_parallel() -> Any:
+    """Two shards of two parts of the first two layers, and of the other layers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = Net()
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return wrapped_on(model, mesh["fsdp"])
+
+
+def two_replicas() -> Any:
+    return sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+
+
+def experts_apart() -> Any:
+    """The first layer differs between two halves of the ranks, as experts do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    model = Net()
+    with torch.no_grad():
+        model.first.weight.mul_(1 + dist.get_rank() % 2)
+    fully_shard(model.first, mesh=mesh["fsdp"])
+    return wrapped_on(model, init_device_mesh("cpu", (4,)))
+
+
+def wrapped_on(model: Net, mesh: DeviceMesh) -> Any:
+    for layer in (model.first, model.second, model.third):
+        if not isinstance(layer, FSDPModule):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+REPLICAS = "replicas"
+# Models of four ranks, by the name of their mesh.
+ON_MESHES: dict[str, Callable[[], Any]] = {
+    "tensor parallel": beside_tensor_parallel,
+    "experts": experts_apart,
+    REPLICAS: two_replicas,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,30 +128,40 @@ class Trial:
     exact: bool = False
     rough: bool = False
 
-    def play(self, scheme: str | None) -> Run:
-        """Run the loop on this rank. scheme: None for FSDP2 alone."""
+    @property
+    def meshes(self) -> tuple[str, ...]:
+        """Names of the meshes on which the loop is tried, too: none with a model of its own."""
+        return tuple(ON_MESHES) if self.model is sharded else ()
+
+    def play(self, scheme: str | None, mesh: str = "") -> Run:
+        """Run the loop on this rank.
+
+        scheme: None for FSDP2 alone. mesh: one of ``meshes``, or "" for one of all ranks.
+        """
         torch.manual_seed(1)
-        model = self.model()
+        model = ON_MESHES[mesh]() if mesh else self.model()
         optimizer = self.optimizer(model)
         played = Run(model, optimizer, None)
         played.held.append(played.weights())
         with nullcontext() if scheme is None else self.inside():
             if scheme is not None:
                 block = block_of(scheme) | dict(self.block)
+                if mesh == REPLICAS:  # which are nodes
+                    del block["node_size"]
                 played.front = fsdp2.attach(model, block, optimizer=optimizer)
             self.loop(played)
             played.look()
         return played
 
-    def compare(self, scheme: str) -> None:
-        """Run with FSDP2 alone and with a scheme, and compare.
+    def compare(self, scheme: str, mesh: str = "") -> None:
+        """Run with FSDP2 alone and with a scheme, and compare. Arguments as of ``play``.
 
         Raises:
             Differs: the runs differ by more than the scheme may.
         """
-        plain = self.play(None)
+        plain = self.play(None, mesh)
         random_state = torch.get_rng_state()
-        quantized = self.play(scheme)
+        quantized = self.play(scheme, mesh)
         try:
             same_state = torch.equal(torch.get_rng_state(), random_state)
             assert same_state, "the user's random numbers differ"
@@ -626,14 +683,6 @@ def with_ignored() -> Any:
 
 def offloaded() -> Any:
     return sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def experts_apart() -> Any:
-    """A layer on a mesh of its own, as experts are wrapped."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "ep"))
-    model = Net()
-    fully_shard(model.first, mesh=mesh["ep"])
-    return fully_shard(model, mesh=mesh["fsdp"])
 
 
 def compiled_layers() -> Any:

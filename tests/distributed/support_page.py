@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.distributed.behaviours import SECTIONS
-from tests.distributed.cells import FRONTS, Cell, Row, Trains
+from tests.distributed.cells import FRONTS, Cell, Row, Trains, Tries
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 BEGIN = "<!-- The tables below are made: python -m tests.distributed.support_page -->\n"
@@ -33,8 +33,8 @@ def page(text: str) -> str:
 
 
 def _table(rows: tuple[Row, ...]) -> Iterator[str]:
-    yield "| | " + " | ".join(FRONTS.values()) + " | tested in |"
-    yield "| --- |" + " --- |" * (len(FRONTS) + 1)
+    yield "| | " + " | ".join(FRONTS.values()) + " | FSDP2 on meshes | tested in |"
+    yield "| --- |" + " --- |" * (len(FRONTS) + 2)
     for row in rows:
         columns = [_column(row.of(front)) for front in FRONTS]
         files: dict[str, None] = {}
@@ -42,7 +42,13 @@ def _table(rows: tuple[Row, ...]) -> Iterator[str]:
             for cell in row.of(front):
                 files |= dict.fromkeys(cell.files)
         listed = ", ".join(f"`{file}`" for file in files)
-        yield f"| {row.name} | {' | '.join(columns)} | {listed} |"
+        yield f"| {row.name} | {' | '.join(columns)} | {_meshes(row)} | {listed} |"
+
+
+def _meshes(row: Row) -> str:
+    """Return the meshes on which a behaviour was tried, besides one of all ranks."""
+    trials = [cell.trial for cell in row.of("fsdp2") if isinstance(cell, Tries)]
+    return ", ".join(mesh for trial in trials for mesh in trial.meshes)
 
 
 def _column(cells: tuple[Cell, ...]) -> str:

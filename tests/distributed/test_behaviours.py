@@ -116,11 +116,12 @@ def test_the_page_is_made_from_the_table() -> None:
 
 
 class Case(NamedTuple):
-    """A cell that this file runs. scheme: "" for a refusal."""
+    """A cell that this file runs. scheme: "" for a refusal. mesh: as of ``Trial.play``."""
 
     row: str
     scheme: str
     world: int
+    mesh: str = ""
 
     @property
     def is_quick(self) -> bool:
@@ -148,6 +149,7 @@ def cases() -> list[Case]:
             listed.append(Case(row, "", 2))
             continue
         listed += [Case(row, scheme, world) for world in (2, 4) for scheme in trial.schemes]
+        listed += [Case(row, trial.scheme, 4, mesh) for mesh in trial.meshes]
     return listed
 
 
@@ -159,8 +161,9 @@ def test_every_trial_is_quick_once() -> None:
 def failure(case: Case, cause: str) -> str:
     """Describe a failing cell."""
     scheme = f" with {case.scheme}" if case.scheme else ""
+    mesh = f" ({case.mesh})" if case.mesh else ""
     return (
-        f"row: {case.row}\nfront: FSDP2{scheme}, on {case.world} ranks\n"
+        f"row: {case.row}\nfront: FSDP2{scheme}, on {case.world} ranks{mesh}\n"
         f"a user would notice: {TABLE[case.row].broken}\ncause: {cause}"
     )
 
@@ -177,7 +180,7 @@ def play(listed: list[Case]) -> dict[Case, str]:
             if isinstance(trial, Refusal):
                 trial.require()
             else:
-                trial.compare(case.scheme)
+                trial.compare(case.scheme, case.mesh)
             causes[case] = ""
             end = FINISHED
         except Differs as error:
@@ -221,10 +224,12 @@ def outcomes(world: int, is_quick: bool) -> list[dict[Case, str]]:
 
 
 @pytest.mark.parametrize(
-    ("row", "scheme", "world"), thinned(cases(), lambda *case: Case(*case).is_quick)
+    ("row", "scheme", "world", "mesh"), thinned(cases(), lambda *case: Case(*case).is_quick)
 )
-def test_fsdp2_does_with_the_block_what_it_does_alone(row: str, scheme: str, world: int) -> None:
-    case = Case(row, scheme, world)
+def test_fsdp2_does_with_the_block_what_it_does_alone(
+    row: str, scheme: str, world: int, mesh: str
+) -> None:
+    case = Case(row, scheme, world, mesh)
     found = []
     for rank, causes in enumerate(outcomes(world, case.is_quick)):
         cause = causes.get(case, "not run: ranks have ended an earlier case in different ways")

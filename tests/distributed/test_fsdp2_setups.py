@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ds_quant
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
-from ds_quant.fsdp2.sharded_module import UnsupportedModel
+from ds_quant.fsdp2.meshes import UnsupportedModel
 from ds_quant.fsdp2.torch_names import ReduceScatter
 from ds_quant.runtime.memory_check import Free, require_memory
 from tests import needs
@@ -357,18 +357,6 @@ def test_two_halves_of_the_world_train_apart() -> None:
             assert sums[0] == sums[1] != sums[2] == sums[3]
     said = [line for line in lines if "belongs to 2 of 4 ranks, from rank" in line]
     assert len(said) == (6 if dist.get_rank() % 2 == 0 else 0)
-
-
-@on_ranks(4)
-def test_tensor_parallel_parameters_are_refused_with_the_true_cause() -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    model = nn.Sequential(nn.Linear(8, 8))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["fsdp"])
-    with pytest.raises(ValueError, match=r"tensor parallel parameters on a mesh of .*'tp': 2"):
-        fsdp2.attach(model, "qsdp", optimizer=[])
 
 
 # ---- blocks ----

@@ -155,7 +155,7 @@ def attach(model: nn.Module, block: dict[str, Any]) -> None:
     """
     from ds_quant import fsdp2
     from ds_quant.config.errors import ConfigError
-    from ds_quant.fsdp2.sharded_module import UnsupportedModel
+    from ds_quant.fsdp2.meshes import UnsupportedModel
     from ds_quant.runtime.inactive import InactiveFront
 
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -172,18 +172,20 @@ def attach(model: nn.Module, block: dict[str, Any]) -> None:
     if isinstance(front, InactiveFront):
         return
     notes.note(notes.WORLD, front.run.topology.world)
-    if dist.get_rank() == front.mesh.ranks[0]:
+    if dist.get_rank() == front.run.topology.all_ranks[0]:
         notes.note(notes.FRONT, front.line)
 
 
 def _for_world(model: nn.Module, block: dict[str, Any]) -> dict[str, Any]:
     """Return the block for two nodes, without replicas, which are nodes themselves."""
-    from ds_quant.fsdp2.sharded_module import mesh_of
+    from ds_quant.fsdp2.meshes import meshes_of
+    from ds_quant.fsdp2.sharded_module import groups_of
 
-    mesh = mesh_of(model)
-    if "node_size" not in block or mesh is None or mesh.replicas > 1 or mesh.shards % 2:
+    meshes = meshes_of((name, group) for name, _, group in groups_of(model))
+    has_nodes = meshes is not None and meshes.replicas == 1 and len(meshes.ranks) % 2 == 0
+    if "node_size" not in block or meshes is None or not has_nodes:
         return {key: value for key, value in block.items() if key != "node_size"}
-    return {**block, "node_size": mesh.shards // 2}
+    return {**block, "node_size": len(meshes.ranks) // 2}
 
 
 # ---- pytest ----

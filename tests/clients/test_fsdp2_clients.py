@@ -1,0 +1,130 @@
+"""Libraries that set FSDP2 up themselves, in their own way, train with a block as without one.
+
+On gloo and the CPU, which some of these libraries do not foresee: a test names what it changes for
+that. docs/fsdp2.md lists what a user adds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_quant import fsdp2
+from tests import needs
+from tests.distributed.harness import on_ranks, scratch
+
+needs.libraries("transformers", "accelerate", extra="clients")
+
+pytestmark = pytest.mark.clients
+
+BLOCK = {"min_numel": 64, "allow_full_replica": True, "node_size": 2}
+
+
+def steps(model: Any, optimizer: Any, *, copies: int = 1) -> list[float]:
+    """Take four steps of a language model. copies: neighbouring ranks that get the same rows."""
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank() // copies)
+        tokens = torch.randint(0, 128, (2, 24), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+# ---- transformers: DistributedConfig ----
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def mixture() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+SAVED = {"llama": llama, "mixture": mixture}
+DISTRIBUTED = {
+    "fsdp": ("llama", {"fsdp_size": 4}),
+    "replicas": ("llama", {"fsdp_size": 2, "dp_replicate_size": 2}),
+    "tensor parallel": ("llama", {"fsdp_size": 2, "tp_size": 2}),
+    "experts": ("mixture", {"fsdp_size": 4, "ep_size": 2}),
+    "experts of one rank": ("mixture", {"fsdp_size": 4, "ep_size": 4}),
+}
+
+
+def saved_model(name: str) -> Path:
+    """Return a folder with a small model."""
+    folder = scratch() / name
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        SAVED[name]().save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def distributed(title: str, block: dict[str, Any] | None) -> tuple[list[float], Any]:
+    """Load a model in the way that transformers documents, and train it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    name, sizes = DISTRIBUTED[title]
+    model = AutoModelForCausalLM.from_pretrained(
+        saved_model(name), distributed_config=DistributedConfig(**sizes), dtype=torch.float32
+    )
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    front = None
+    if block is not None:
+        if "dp_replicate_size" in sizes:
+            block = {key: value for key, value in block.items() if key != "node_size"}
+        front = fsdp2.attach(model, block, optimizer=optimizer)
+    return steps(model, optimizer, copies=sizes.get("tp_size", 1)), front
+
+
+@pytest.mark.parametrize("title", DISTRIBUTED)
+@on_ranks(4, timeout=600)
+def test_transformers_distributed_config(title: str) -> None:
+    # transformers asks torch for an accelerator, of which a machine without one has none.
+    torch._C._get_accelerator = lambda: torch.device("cpu")
+    plain, _ = distributed(title, None)
+    exact, _ = distributed(title, {**BLOCK, "scheme": "full_precision"})
+    assert exact == pytest.approx(plain, rel=1e-6)
+    for scheme in ("eden4", "qsdp"):
+        losses, front = distributed(title, {**BLOCK, "scheme": scheme})
+        assert losses == pytest.approx(plain, abs=0.05), (scheme, losses, plain)
+        assert losses != plain and front.step == 4

@@ -252,7 +252,7 @@ def test_parameters_that_pass_the_hook_by_are_named() -> None:
         param_to_hook_all_reduce=net.first.weight,
     )
     front = ddp.attach(model, dict(EDEN4))
-    assert "1 parameters, such as head.weight, do not pass through DDP's hook" in front.line
+    assert "not through DDP's hook: 1 of delay_all_reduce_named_params" in front.line
     assert front.figures()["params"] == sum(p.numel() for p in net.parameters()) - first.numel()
 
 

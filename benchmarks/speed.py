@@ -21,8 +21,12 @@ qsdp_baseline    the baseline of QSDP: fp32 weights, fp16 gradients, over this p
 sdp4bit_baseline that of SDP4Bit: bf16 weights, fp32 gradients, in the same way
 sdp4bit_baseline:SCHEME  a scheme in its dtypes: what a scheme leaves in full precision has them
 
-fsdp2:SCHEME and fsdp2_hsdp:SCHEME are the same with the plugin; other schemes run under DeepSpeed.
-Over gloo FSDP2 waits for every collective.
+ddp              DDP as shipped, fp32 gradients; with --stages 0, as all of the following
+ddp_bf16         the same with torch's bf16 hook
+ddp_powersgd     the same with torch's PowerSGD of rank 4, in one bucket
+
+fsdp2:SCHEME, fsdp2_hsdp:SCHEME and ddp:SCHEME are the same with the plugin; other schemes run under
+DeepSpeed. Over gloo FSDP2 waits for every collective.
 
 --overlap adds an engine to every scheme that awaits each message where it is posted, and a turn
 without a rate limit, which is taken for compute. What a step takes beyond compute is exposed; the
@@ -51,7 +55,9 @@ from schemes import parse_schemes, with_overrides
 
 DEFAULT_BASELINE = "full_precision"
 MESHES = {"fsdp2": "flat", "fsdp2_hsdp": "hsdp"}  # of FSDP2, by the first word of a scheme
-RIVALS = ("deepspeed_plain", "deepspeed_hpz", *MESHES)
+# Hooks of DDP, by the first word of a scheme.
+DDP_HOOKS = {"ddp": "plain", "ddp_bf16": "bf16", "ddp_powersgd": "powersgd"}
+RIVALS = ("deepspeed_plain", "deepspeed_hpz", *MESHES, *DDP_HOOKS)
 # Baselines of the papers: keys of the DeepSpeed config that make them of full_precision.
 PAPERS: dict[str, dict[str, Any]] = {
     "qsdp_baseline": {"bf16": {"enabled": False}, "communication_data_type": "fp16"},
@@ -142,12 +148,20 @@ def nodes_and_ranks(topology: str) -> tuple[int, int]:
     return int(nodes), int(ranks)
 
 
+def stage_name(stage: int) -> str:
+    """Return "ZeRO-2" or, for stage 0, "DDP"."""
+    return f"ZeRO-{stage}" if stage else "DDP"
+
+
 def is_measured(scheme: str, stage: int, ranks: int) -> bool:
     """Return True if a scheme fits a point.
 
-    FSDP2 and hpZ shard weights, as stage 3 does. hpZ and HSDP need nodes of several ranks.
+    FSDP2 and hpZ shard weights, as stage 3 does; DDP shards nothing, which is stage 0. hpZ and HSDP
+    need nodes of several ranks.
     """
     first = scheme.partition(":")[0]
+    if stage == 0 or first in DDP_HOOKS:
+        return stage == 0 and first in DDP_HOOKS
     if first in ("deepspeed_hpz", "fsdp2_hsdp"):
         return stage == 3 and ranks > 1
     if first == "fsdp2":
@@ -158,7 +172,7 @@ def is_measured(scheme: str, stage: int, ranks: int) -> bool:
 def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the ds_config.json of an engine. Schemes differ in the block and in hpZ only.
 
-    FSDP2 takes the key "fsdp2", the batch, the optimizer and the block from it.
+    FSDP2 and DDP take the key "fsdp2" or "ddp", the batch, the optimizer and the block from it.
     """
     default_bucket = 2_000_000 if stage == 3 else 500_000_000
     zero: dict[str, Any] = {
@@ -181,12 +195,14 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
     first, _, inner = scheme.partition(":")
     if first in MESHES:
         config["fsdp2"] = MESHES[first]
+    if first in DDP_HOOKS:
+        config["ddp"] = DDP_HOOKS[first]
     if scheme == "deepspeed_hpz":
         zero["zero_hpz_partition_size"] = ranks
     if scheme not in RIVALS:
         config |= PAPERS.get(first, {})
         name = scheme
-        if first in MESHES or first in PAPERS:
+        if first in MESHES or first in DDP_HOOKS or first in PAPERS:
             name = inner or DEFAULT_BASELINE
         (entry,) = parse_schemes(name)
         block = {
@@ -207,7 +223,7 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
     schemes = [scheme for scheme in args.schemes if is_measured(scheme, stage, ranks)]
     if args.baseline not in schemes:
         raise LabError(
-            f"--baseline {args.baseline}: ZeRO-{stage} with {topology} ranks measures "
+            f"--baseline {args.baseline}: {stage_name(stage)} with {topology} ranks measures "
             f"{', '.join(schemes)}: take one of these"
         )
     configs = {scheme: config_of(scheme, stage, ranks, args) for scheme in schemes}
@@ -476,13 +492,17 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     """Return heading and body of the page: see sections.py."""
     points = result["points"]
     baseline = baseline_of(result)
-    stages = "/".join(dict.fromkeys(str(point["stage"]) for point in points))
+    numbers = dict.fromkeys(point["stage"] for point in points)
+    sharded = "/".join(str(stage) for stage in numbers if stage)
+    fronts = [f"ZeRO-{sharded}"] if sharded else []
+    if 0 in numbers:
+        fronts.append("DDP")
     topologies = "/".join(dict.fromkeys(str(point["topology"]) for point in points))
     rates = [f"{rate:g}" for rate in result["arguments"]["rates"] if rate]
     links = f"{'/'.join(rates)} Mbit/s" if rates else "not shaped"
     schemes = result["arguments"]["schemes"]
     unusual = "".join(f", {name}" for name in schemes if name not in USUAL)
-    heading = f"Step times: ZeRO-{stages}, {topologies} ranks, {links}{unusual}"
+    heading = f"Step times: {' and '.join(fronts)}, {topologies} ranks, {links}{unusual}"
     parts = []
     for point in points:
         parts.append(f"## {point['title']}\n\n{sections.table(*cells(point['rows'], baseline))}")
@@ -566,10 +586,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     points = []
     try:
         for stage, topology in itertools.product(args.stages, args.topologies):
-            print(f"ZeRO-{stage}, {topology}: {args.out}/zero{stage}_{topology}/log.txt")
+            print(f"{stage_name(stage)}, {topology}: {args.out}/zero{stage}_{topology}/log.txt")
             result = run_point(stage, topology, args)
             rows = summary(result, max_foreign=args.max_foreign, baseline=args.baseline)
-            title = f"ZeRO-{stage}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
+            title = f"{stage_name(stage)}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
             report.show(*cells(rows, args.baseline), title)
             point = {
                 "title": title,

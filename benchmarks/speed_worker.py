@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ddp_engine
 import deepspeed
 import fsdp2_engine
 import lab
 import torch
+from ddp_engine import DDPEngine
 from deepspeed import comm as dist
 from fsdp2_engine import FSDP2Engine
 from gpt import GPT, VOCABULARY, Block, GPTConfig
@@ -40,6 +42,8 @@ def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
     )
     if "fsdp2" in config:
         return fsdp2_engine.build(model, config, nodes=plan["nodes"])
+    if "ddp" in config:
+        return ddp_engine.build(model, config)
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
@@ -151,7 +155,8 @@ def counted_bytes(engine: Any) -> int:
 
 def report_of(engine: Any) -> dict[str, Any] | None:
     """Return the plugin's report, None without a plugin."""
-    return ds_quant.report(engine.module if isinstance(engine, FSDP2Engine) else engine)
+    is_module = isinstance(engine, (FSDP2Engine, DDPEngine))
+    return ds_quant.report(engine.module if is_module else engine)
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ class ReturnedSums:
         rng_state = RngState(bound_codecs, rotations)
         wire = pack(communicator, "gradients", self.nbytes, self.encode, [sums], rng_state)
         gather = communicator.all_gather(wire, role="gradients")
-        unused = sums[:0]
+        unused = sums.new_empty(0)  # a view would keep the sums
 
         def decoded() -> None:
             buffers = [gather.wait(), output, unused]

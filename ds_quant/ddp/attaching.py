@@ -120,9 +120,8 @@ def _begin(front: AttachedModel, ddp: DistributedDataParallel, optimizer: Any) -
     ]
     if ignored:
         run.notices.append(
-            f"{len(ignored)} parameters, such as {ignored[0]}, do not pass through DDP's hook "
-            "(delay_all_reduce_named_params or parameters that it ignores): nothing of them is "
-            "quantized or counted"
+            f"not through DDP's hook: {len(ignored)} of delay_all_reduce_named_params or that DDP "
+            f"ignores, such as {ignored[0]}: nothing of them is quantized or counted"
         )
     if run.topology.world == 1:
         run.notices.append("single rank: nothing to communicate")

@@ -5,7 +5,8 @@
 elements, or one larger parameter. Memory then depends on the runs alone.
 
 [Note: pieces] Every rank sums an equal piece of a parameter; parameters too small for that have
-fewer pieces of at least ``PIECE_NUMEL`` elements, which take turns. The ranks that sum a parameter,
+fewer pieces, which take turns: of at least ``PIECE_NUMEL`` elements, or ``EXACT_PIECE_NUMEL`` of
+those that the scheme leaves in full precision. The ranks that sum a parameter,
 and the borders of its pieces, do not depend on the bucket, so neither does a bit of the result: DDP
 builds its buckets anew after the first backward of a process, also of one that resumes a run.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ from ds_quant.runtime.run import Run
 RUN_NUMEL = 1 << 23  # elements: a bucket of fp32 gradients has 6.6 million by default
 
 PIECE_NUMEL = 1 << 10
+EXACT_PIECE_NUMEL = 1 << 7  # four times the bytes of a piece in 4 bits
 
 _END = object()
 
@@ -71,7 +74,7 @@ class BucketReduction:
         self._plans: PlanCache[tuple[tuple[int, ...], torch.dtype, bool], list[_Plan]]
         self._plans = PlanCache()
         self._in_flight: list[Iterator[None]] = []  # oldest first
-        self._first_reducers = first_reducers(run.params, run.world.hierarchy.size)
+        self._placements = placements(run.params, run.world.hierarchy.size)
 
     def begin(self, bucket: GradBucket, step: int, then: Callable[[], None]) -> None:
         """Begin to replace the values of a bucket by their mean over all ranks.
@@ -188,13 +191,9 @@ class BucketReduction:
         starts = list(accumulate((param.shape.numel() for param in params), initial=0))
         segments: list[Segment] = []
         for index in small_tensors_last([spec.codecs[-1] for spec in specs]):
-            pieces = pieces_of(
-                params[index].shape.numel(),
-                specs[index].unit,
-                first=self._first_reducers[params[index]],
-                ranks=self._run.world.hierarchy.size,
-            )
-            for start, stop, rank in pieces:
+            placement = self._placements[params[index]]
+            numel = params[index].shape.numel()
+            for start, stop, rank in placement.pieces(numel, specs[index].unit):
                 segments.append(
                     Segment(
                         tensor=0,
@@ -227,27 +226,36 @@ def runs_of(params: Sequence[Param]) -> Iterator[list[Param]]:
     yield members
 
 
-def first_reducers(params: Sequence[Param], ranks: int) -> dict[Param, int]:
-    """Return for every parameter the rank that sums its first piece: see [Note: pieces]."""
-    reducers: dict[Param, int] = {}
+class Placement(NamedTuple):
+    """The ranks that sum a parameter: see [Note: pieces].
+
+    count: of its pieces. first: rank that sums the first one. ranks: of all.
+    """
+
+    count: int
+    first: int
+    ranks: int
+
+    def pieces(self, numel: int, unit: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, stop, rank that sums it) of every piece that is not empty.
+
+        unit: elements between which the parameter may be cut.
+        """
+        borders = [numel * piece // self.count // unit * unit for piece in range(self.count)]
+        for piece, (start, stop) in enumerate(pairwise([*borders, numel])):
+            if start < stop:
+                yield start, stop, (self.first + piece) % self.ranks
+
+
+def placements(params: Sequence[Param], ranks: int) -> dict[Param, Placement]:
+    """Return the placement of every parameter."""
+    placed: dict[Param, Placement] = {}
     pieces = 0  # of the parameters so far
     for param in params:
-        reducers[param] = pieces % ranks
-        pieces += _num_pieces(param.shape.numel(), ranks)
-    return reducers
-
-
-def pieces_of(numel: int, unit: int, *, first: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, rank that sums it) of every piece of a parameter.
-
-    unit: elements between which it may be cut. first: rank that sums its first piece.
-    """
-    count = _num_pieces(numel, ranks)
-    borders = [numel * piece // count // unit * unit for piece in range(count)] + [numel]
-    for piece, (start, stop) in enumerate(pairwise(borders)):
-        if start < stop:
-            yield start, stop, (first + piece) % ranks
-
-
-def _num_pieces(numel: int, ranks: int) -> int:
-    return max(1, min(ranks, numel // PIECE_NUMEL))
+        least = EXACT_PIECE_NUMEL
+        if param.is_quantized(param.tensor.dtype):
+            least = PIECE_NUMEL
+        count = max(1, min(ranks, param.shape.numel() // least))
+        placed[param] = Placement(count, pieces % ranks, ranks)
+        pieces += count
+    return placed

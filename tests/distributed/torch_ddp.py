@@ -71,11 +71,11 @@ def _outcome_of(place: int, rank: int) -> str:
 
 def _run(case_class: type[unittest.TestCase], name: str, fronts: list[Any]) -> str:
     fronts.clear()
-    case: Any = case_class(name)
-    case.rank = dist.get_rank()
-    case.file_name = str(scratch() / f"file of {name}")
     torch.manual_seed(0)
     try:
+        case: Any = case_class(name)
+        case.rank = dist.get_rank()
+        case.file_name = str(scratch() / f"file of {name}")
         getattr(case, name)()
     except unittest.SkipTest as reason:
         return f"{SKIPPED}: {reason}"
@@ -149,7 +149,6 @@ def _on_cpu(text: str) -> str:
     """Return the text of the tests with the CPU for CUDA, except in names."""
     text = re.sub(r"""(?<!\[)(["'])cuda(:[^"']*)?\1""", r"\1cpu\1", text)
     text = re.sub(r'f"cuda:\{[^"]*\}"', '"cpu"', text)
-    text = re.sub(r"device_ids=\[[^\]]*\]", "device_ids=None", text)
     text = re.sub(r"torch\.device\((?:self\.)?rank\)", 'torch.device("cpu")', text)
     return re.sub(r"device=(?:self\.)?rank\b", 'device="cpu"', text)
 
@@ -166,6 +165,16 @@ def _answer_for_cuda() -> None:
     cuda.current_device = lambda: dist.get_rank()
     for owner in (torch.Tensor, nn.Module):
         _stay(owner)
+    model_class: Any = DistributedDataParallel
+    make = model_class.__init__
+
+    @functools.wraps(make)
+    def made(model: Any, module: Any, *args: Any, **options: Any) -> None:
+        options.pop("device_ids", None)
+        options.pop("output_device", None)
+        make(model, module, **options)
+
+    model_class.__init__ = made
     common: Any = importlib.import_module("torch.testing._internal.common_distributed")
     common.TEST_CUDA = True
     common.skip_if_lt_x_gpu = _skip_if_fewer

@@ -136,6 +136,18 @@ def test_fsdp2_runs_as_shipped_and_with_the_block_of_a_scheme() -> None:
     assert keyed["quantized_comm"] == block | {"gradients": {"bits": 3}}
 
 
+def test_ddp_runs_with_hooks_of_torch_and_with_the_block_of_a_scheme() -> None:
+    args = speed.parse_args([])
+    block = speed.config_of("sdp4bit", 0, 2, args)["quantized_comm"]
+    plain = speed.config_of("deepspeed_plain", 0, 2, args)
+    for scheme, hook in (("ddp", "plain"), ("ddp_bf16", "bf16"), ("ddp_powersgd", "powersgd")):
+        assert speed.config_of(scheme, 0, 2, args) == plain | {"ddp": hook}
+        assert speed.is_measured(scheme, 0, 1) and not speed.is_measured(scheme, 1, 2)
+    ours = speed.config_of("ddp:sdp4bit", 0, 2, args)
+    assert ours == plain | {"ddp": "plain", "quantized_comm": block}
+    assert not speed.is_measured("sdp4bit", 0, 2)
+
+
 def test_points_leave_out_schemes_that_they_cannot_have(tmp_path: Path) -> None:
     labels = ["sdp4bit", "deepspeed_hpz", "fsdp2:sdp4bit", "fsdp2_hsdp", "fsdp2_hsdp:sdp4bit"]
     measured = {
@@ -146,6 +158,22 @@ def test_points_leave_out_schemes_that_they_cannot_have(tmp_path: Path) -> None:
     flags = ["--schemes", "sdp4bit", "fsdp2", "--baseline", "fsdp2", "--out", str(tmp_path)]
     with pytest.raises(speed.LabError, match="--baseline fsdp2: ZeRO-2 with 2x2 ranks measures sd"):
         speed.run_point(2, "2x2", speed.parse_args(flags))
+
+
+@pytest.mark.slow
+def test_ddp_is_measured_over_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(speed, "obstacle", lambda: "needs root")
+    flags = ["--stages", "0", "--topologies", "2x1", "--blocks", "1", "--warmup", "3"]
+    argv = [*flags, *MODEL, "--out", str(tmp_path), "--accumulation", "2"]
+    argv += ["--schemes", "ddp:full_precision", "ddp:eden4", "--baseline", "ddp:full_precision"]
+    assert speed.main(argv) == 0
+    (point,) = json.loads((tmp_path / "speed.json").read_text("utf-8"))["points"]
+    rows = {row["scheme"]: row for row in point["rows"]}
+    assert list(rows) == ["ddp:full_precision", "ddp:eden4"]
+    exact, ours = rows["ddp:full_precision"], rows["ddp:eden4"]
+    # A step has two micro-steps, of which the last one sends.
+    assert 4 < exact["counted_bytes"] / ours["counted_bytes"] < 8
+    assert "Step times: DDP, 2x1 ranks" in (tmp_path / "speed.md").read_text("utf-8")
 
 
 MODEL = ["--layers", "1", "--width", "64", "--heads", "2", "--seq-len", "16", "--batch", "1"]

@@ -193,6 +193,7 @@ class Replicas:
             rows = self._rows(gradients[front.run.world.hierarchy.rank])
             output = torch.zeros_like(rows[0])  # padding is not written
             front.reduction(output, torch.cat(rows), NO_GROUP, dist.ReduceOp.AVG)
+            front.reduction.all_reduce(None, output)
             return output
 
         rows = _on_all(reduced, self._fronts)

@@ -33,7 +33,6 @@ are no streams, and the hook blocks the host until the sums are there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -180,7 +179,7 @@ class QuantizedReduceScatter(ReduceScatter):
                 users_hook = group._all_reduce_hook
                 if has_replicas:
                     # For this call only: the user may set another one at any time.
-                    group._all_reduce_hook = partial(self._all_reduce, users_hook)
+                    group._all_reduce_hook = partial(self.all_reduce, users_hook)
                 try:
                     reduce(*unused)
                 finally:
@@ -239,7 +238,7 @@ class QuantizedReduceScatter(ReduceScatter):
         self._begun = begun
         return None
 
-    def _all_reduce(self, users_hook: Callable[[Tensor], None] | None, row: Tensor) -> None:
+    def all_reduce(self, users_hook: Callable[[Tensor], None] | None, row: Tensor) -> None:
         """Write the sums of all nodes over this rank's row: see [Note: all-reduce stream].
 
         users_hook: called where FSDP2 calls it, in backwards that reduce over the replicas.
@@ -259,21 +258,9 @@ class QuantizedReduceScatter(ReduceScatter):
         while self._partial_sums:
             _, other_sums = self._partial_sums.popitem()
             self._add(other_sums, begun.plan, row)
-        self._note_finite(begun.plan.rows, row)
-
-    def _note_finite(self, rows: ShardedModule, output: Tensor) -> None:
-        """Note on the device if this rank's row is finite, without its padding."""
         flags = self._run.finite_flags
-        if flags is None:
-            return
-        rank = self._level.shards.rank
-        values = []
-        for start, lengths in zip(rows.offsets, rows.lengths, strict=True):
-            if lengths[rank]:
-                values.append(output[start : start + lengths[rank]])
-        if values:
-            largest = torch.stack(torch._foreach_norm(values, math.inf))
-            flags.append((self._sharded.title, torch.isfinite(largest).all()))
+        if flags is not None:
+            flags += [(self._sharded.title, flag) for flag in begun.plan.rows.finite_flags(row)]
 
     # ---- events of a step ----
 

@@ -19,6 +19,7 @@ of their own (float8 of torchao).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -142,6 +143,19 @@ class ShardedModule:
         if self.group.post_forward_mesh_info is replicated:
             self.group.post_forward_mesh_info = sharded
         return True
+
+    def finite_flags(self, row: Tensor) -> list[Tensor]:
+        """Return one () bool on the device, True if this rank's row is finite without its padding;
+        nothing for a row of padding.
+        """
+        rank = self.level.shards.rank
+        values = []
+        for start, lengths in zip(self.offsets, self.lengths, strict=True):
+            if lengths[rank]:
+                values.append(row[start : start + lengths[rank]])
+        if not values:
+            return []
+        return [torch.isfinite(torch.stack(torch._foreach_norm(values, math.inf))).all()]
 
     def shards(self) -> list[Tensor]:
         """Return this rank's shards, padded and flat, in their own dtype."""

@@ -362,7 +362,7 @@ def test_no_reduce_scatter_waits_for_the_sums_of_other_nodes(waits: bool) -> Non
         def called(self: Any, output_tensor: Tensor, *args: Any, **options: Any) -> None:
             call(self, output_tensor, *args, **options)
             if waits:
-                self._all_reduce(None, output_tensor)
+                self.all_reduce(None, output_tensor)
             stream = torch.cuda.current_stream()
             posted = stream._model.streams[inter].clock[inter]
             unknown.append(posted - stream.clock.get(inter, 0))

@@ -239,3 +239,56 @@ def test_rate_leaves_out_the_latency() -> None:
 def test_rate_is_too_low_rather_than_absurd_where_noise_hides_it(longest: float) -> None:
     rate = rate_from([1000, 10**6], [0.5, longest])
     assert rate == Rate(bytes_per_second=10**6 / longest, latency=0.5)
+
+
+# ---- under DDP ----
+
+
+def under_ddp(capsys, *options: str) -> dict[str, dict]:
+    return rows(capsys, "--front", "ddp", *PLAN, "--step", "1", *options)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_bytes_and_memory_under_ddp_are_added_up_by_hand(k: int, capsys) -> None:
+    """Of fp32 gradients, which are sent once per optimizer step: weights, two states, gradients
+    and buckets take 4 bytes each.
+    """
+    found = under_ddp(capsys, "--accumulation", str(k))
+    hook = "ddp with bf16_compress_hook"
+    assert set(found) == {"", "ddp as shipped", hook, *preset_names()}
+    for scheme, nbytes in {
+        "ddp as shipped": 8,
+        hook: 4,
+        "full_precision": 8,
+        "lossless": 8,
+        "qw4": 8,
+    }.items():
+        row = found[scheme]
+        assert (row["inter_bytes"], row["intra_bytes"]) == pytest.approx((nbytes, nbytes)), scheme
+        assert row["memory"] == 0
+    assert 1.0 < found["eden4"]["inter_bytes"] < 1.2
+    assert found["lossless_w_g4"]["inter_bytes"] == found["eden4"]["inter_bytes"]
+    assert found["ddp as shipped"]["gpu_memory"] == pytest.approx(20 * 7e9, rel=0.01)
+    assert 0 < found["eden4"]["gpu_memory"] - found["ddp as shipped"]["gpu_memory"] < 3e9
+    assert found[""]["best"] == "eden4" and found[""]["front"] == "ddp"
+
+
+def test_one_box_under_ddp_is_priced_by_the_links_inside(capsys) -> None:
+    options = ["--params", "1b", "--nodes", "1", "--gpus", "8", "--step", "1.4", "--front", "ddp"]
+    slow = rows(capsys, *options, "--intra", "80")
+    assert slow[""]["best"] == "eden4"
+    seconds = slow["ddp as shipped"]["communication"]
+    assert seconds == pytest.approx(1e9 * 8 * 7 / 8 / 1e10, rel=0.01)
+    assert slow["eden4"]["communication"] < 0.2 * seconds
+    fast = rows(capsys, *options, "--intra", "3600")
+    assert fast[""]["best"] == "ddp as shipped"
+    half = rows(capsys, *options, "--intra", "80", "--dtype", "bf16")
+    assert half["ddp as shipped"]["inter_bytes"] == 4
+    assert "ddp with bf16_compress_hook" not in half
+
+
+def test_settings_of_deepspeed_are_refused_under_ddp(capsys) -> None:
+    options = ["estimate", "--front", "ddp", *PLAN, "--step", "1"]
+    assert main([*options, "--stage", "1"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--stage 1: allowed with --front ddp: none; leave it out: DDP shards nothing" in said

@@ -48,6 +48,7 @@ class NodeShard:
         self._between = WeightCodecs(context, sharded, hop=_BETWEEN)
         self._inside = WeightCodecs(context, sharded, hop=_INSIDE)
         self._exchange: Pending[Any] | None = None
+        self._is_lossless = context.run.routes.sends_lossless(sharded.dtype)
 
     # ---- rows ----
 
@@ -97,8 +98,8 @@ class NodeShard:
         """True if the exchange of this step sends lossless differences."""
         run = self._run
         return (
-            any(param.trained for param in self.sharded.params)
-            and self._level.routes.sends_lossless(self.sharded.dtype)
+            self._is_lossless
+            and any(param.trained for param in self.sharded.params)
             and not run.is_full_precision(run.step)
         )
 
@@ -125,7 +126,9 @@ class NodeShard:
 
     def _new_row(self) -> Tensor:
         """Return this rank's weights, padded, (row,), in the dtype of the rows."""
-        row = torch.empty(self.sharded.row_numel, dtype=self.sharded.dtype, device=self._run.device)
+        run = self._run
+        numel = self.sharded.row_numel
+        row = run.buffers.empty(numel, dtype=self.sharded.dtype, device=run.device)
         torch._foreach_copy_(list(row.split(self.sharded.widths)), self.sharded.shards())
         return row
 

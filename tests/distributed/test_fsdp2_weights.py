@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import ds_quant
 from ds_quant import fsdp2
+from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.attaching import front_of
 from tests.distributed.harness import on_ranks, run_each
@@ -50,6 +51,27 @@ def computed_with(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("scheme", ["hybrid", "lossless"])
+@on_ranks(2)
+def test_weights_that_are_sent_lie_in_the_pool(scheme: str) -> None:
+    """Else every module takes new memory from the system in every step."""
+    taken: list[tuple[Any, ...]] = []
+    empty = Buffers.empty
+
+    def noted(self: Buffers, *shape: int, dtype: torch.dtype = torch.uint8, **place: Any) -> Any:
+        taken.append((*shape, dtype))
+        return empty(self, *shape, dtype=dtype, **place)
+
+    model, optimizer = attached({"scheme": scheme, "allow_full_replica": True})
+    train(model, optimizer, steps=1)
+    Buffers.empty = noted
+    train(model, optimizer, steps=1)
+    rows = [each.sharded.row_numel for each in front_of(model).copies.node_shards]
+    assert rows
+    for numel in rows:
+        assert (numel, torch.bfloat16) in taken
 
 
 # ---- lossless differences ----

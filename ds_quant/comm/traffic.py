@@ -249,5 +249,8 @@ class Traffic:
         self.received[role]["intra"] += intra
         self.received[role]["inter"] += inter
         self.collectives[role] += 1
-        if self.whole is not None:
-            self.whole.count(role, intra=intra, inter=inter)
+        whole = self.whole
+        if whole is not None:
+            whole.received[role]["intra"] += intra
+            whole.received[role]["inter"] += inter
+            whole.collectives[role] += 1

@@ -119,7 +119,7 @@ class ShardedModule:
                 changed.append(param)
         return changed
 
-    @property
+    @cached_property
     def defers_inter_node(self) -> bool:
         """True if gradients cross between nodes in the last backward of a step only."""
         return self.level.routes.gradients().keeps_partial_sums

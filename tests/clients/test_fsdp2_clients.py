@@ -128,3 +128,79 @@ def test_transformers_distributed_config(title: str) -> None:
         losses, front = distributed(title, {**BLOCK, "scheme": scheme})
         assert losses == pytest.approx(plain, abs=0.05), (scheme, losses, plain)
         assert losses != plain and front.step == 4
+
+
+# ---- transformers: Trainer with FSDP2 of Accelerate ----
+
+
+def shard_on_the_cpu() -> None:
+    """Let Accelerate shard on a CPU, where it does not: replaced is the kind of training."""
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    original = AcceleratorState.__init__
+
+    def sharding(self: AcceleratorState, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        plugin = options.get("fsdp_plugin")
+        if plugin is not None:
+            if self._mixed_precision != "no":
+                plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = plugin
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = sharding
+
+
+def trained(block: dict[str, Any] | None) -> tuple[list[float], Any]:
+    """Train by Trainer, with a callback that attaches the block when training begins."""
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    fronts = []
+
+    class Attach(TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+            fronts.append(fsdp2.attach(model, block, optimizer=optimizer))
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 128, (32, 24), generator=generator).tolist()
+    arguments = TrainingArguments(
+        output_dir=str(scratch() / "trainer"),
+        max_steps=4,
+        per_device_train_batch_size=4,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
+    )
+    trainer = Trainer(
+        model=llama(),
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[] if block is None else [Attach()],
+    )
+    trainer.train()
+    assert PartialState().num_processes == dist.get_world_size()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, fronts[0] if fronts else None
+
+
+@on_ranks(2, timeout=600, environment={"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"})
+def test_trainer_attaches_in_a_callback() -> None:
+    shard_on_the_cpu()
+    plain, _ = trained(None)
+    exact, front = trained({"scheme": "full_precision", "min_numel": 64})
+    assert exact == plain and front.step == 4
+    losses, front = trained({"scheme": "qsdp", "min_numel": 64})
+    assert losses == pytest.approx(plain, abs=0.05) and losses != plain
+    assert front.step == 4

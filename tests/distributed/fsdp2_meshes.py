@@ -5,8 +5,9 @@ Every set-up is sharded over two ranks or more beside tensor or expert paralleli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ WIDTH = 64
 FP32 = MixedPrecisionPolicy()
 
 
-def mesh_of(shape: Sequence[int], *names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+@cache
+def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    """Return a mesh, made once per process: its process groups hold threads until that ends."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class Block(nn.Module):

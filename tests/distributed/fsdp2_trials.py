@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from ds_quant import fsdp2
+from tests.distributed.fsdp2_meshes import mesh_of
 from tests.distributed.fsdp2_runs import (
     WIDTH,
     Net,
@@ -61,7 +62,7 @@ class Differs(AssertionError):
 
 def beside_tensor_parallel() -> Any:
     """Two shards of two parts of the first two layers, and of the other layers."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = mesh_of((2, 2), "fsdp", "tp")
     model = Net()
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
@@ -69,17 +70,17 @@ def beside_tensor_parallel() -> Any:
 
 
 def two_replicas() -> Any:
-    return sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+    return sharded(mesh_of((2, 2), "replica", "shard"))
 
 
 def experts_apart() -> Any:
     """The first layer differs between two halves of the ranks, as experts do."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    mesh = mesh_of((2, 2), "fsdp", "ep")
     model = Net()
     with torch.no_grad():
         model.first.weight.mul_(1 + dist.get_rank() % 2)
     fully_shard(model.first, mesh=mesh["fsdp"])
-    return wrapped_on(model, init_device_mesh("cpu", (4,)))
+    return wrapped_on(model, mesh_of((4,), "all"))
 
 
 def wrapped_on(model: Net, mesh: DeviceMesh) -> Any:

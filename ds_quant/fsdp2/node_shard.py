@@ -48,7 +48,7 @@ class NodeShard:
         self._between = WeightCodecs(context, sharded, hop=_BETWEEN)
         self._inside = WeightCodecs(context, sharded, hop=_INSIDE)
         self._exchange: Pending[Any] | None = None
-        self._is_lossless = context.run.routes.sends_lossless(sharded.dtype)
+        self._is_lossless = sharded.level.routes.sends_lossless(sharded.dtype)
 
     # ---- rows ----
 

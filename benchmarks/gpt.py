@@ -44,7 +44,10 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias, in the dtype of its input; see [Note: bf16 weights, ...]."""
+    """Linear layer without bias, in the dtype of its input.
+
+    See [Note: bf16 weights, fp32 arithmetic].
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)

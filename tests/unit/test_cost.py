@@ -165,7 +165,7 @@ def test_gradients_that_cross_at_once_keep_what_they_need_between_the_nodes() ->
     """Of every bucket: both messages of an exchange, the own part of a row and its sums in fp32."""
     routes = Routes(scheme=W8G4, stage=3, nodes=2, node_size=4, replicas=True)
     plain = {"weights": 0, "gradients": 1, "full_precision_share": 0, "kept": {}}  # 1/2 each way
-    comm_volume = CommVolume(numel=10**6, routes=routes, gradients_intra=1, **plain)
+    comm_volume = CommVolume(numel=10**6, routes=routes, gradients_intra=1, returned=0.5, **plain)
     sizes = Sizes(
         trained=10**6, largest=10**4, bucket=10**5, slicing=Slicing(count=1), crossing_at_once=True
     )

@@ -229,10 +229,10 @@ def runs_of(params: Sequence[Param]) -> Iterator[list[Param]]:
 class Placement(NamedTuple):
     """The ranks that sum a parameter: see [Note: pieces].
 
-    count: of its pieces. first: rank that sums the first one. ranks: of all.
+    num_pieces: into which it is cut. first: rank that sums the first one. ranks: of all.
     """
 
-    count: int
+    num_pieces: int
     first: int
     ranks: int
 
@@ -241,7 +241,9 @@ class Placement(NamedTuple):
 
         unit: elements between which the parameter may be cut.
         """
-        borders = [numel * piece // self.count // unit * unit for piece in range(self.count)]
+        borders = [
+            numel * piece // self.num_pieces // unit * unit for piece in range(self.num_pieces)
+        ]
         for piece, (start, stop) in enumerate(pairwise([*borders, numel])):
             if start < stop:
                 yield start, stop, (self.first + piece) % self.ranks
@@ -255,7 +257,7 @@ def placements(params: Sequence[Param], ranks: int) -> dict[Param, Placement]:
         least = EXACT_PIECE_NUMEL
         if param.is_quantized(param.tensor.dtype):
             least = PIECE_NUMEL
-        count = max(1, min(ranks, param.shape.numel() // least))
-        placed[param] = Placement(count, pieces % ranks, ranks)
-        pieces += count
+        num_pieces = max(1, min(ranks, param.shape.numel() // least))
+        placed[param] = Placement(num_pieces, pieces % ranks, ranks)
+        pieces += num_pieces
     return placed

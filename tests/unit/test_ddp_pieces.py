@@ -34,7 +34,7 @@ def params_of(shapes: Sequence[tuple[int, ...]]) -> list[Param]:
 @pytest.mark.parametrize("numel", [0, 1, 127, 128, 1000, 2**14, 2**14 + 5])
 @pytest.mark.parametrize("unit", [8, 128, 1024])
 def test_pieces_have_every_element_once_and_borders_between_groups(numel: int, unit: int) -> None:
-    pieces = list(Placement(count=7, first=5, ranks=8).pieces(numel, unit))
+    pieces = list(Placement(num_pieces=7, first=5, ranks=8).pieces(numel, unit))
     assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces)][:-1]
     assert sum(stop - start for start, stop, _ in pieces) == numel
     assert all(start % unit == 0 and start < stop for start, stop, _ in pieces)

@@ -362,6 +362,7 @@ def _refuse_full_replica(
                 node_size=topology.node_size,
                 model_bytes=model_bytes[mesh.key],
                 fsdp2=True,
+                is_part=not ranks.meshes.has_one,
             )
 
 

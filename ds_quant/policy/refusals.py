@@ -241,14 +241,16 @@ def refuse_full_replica(
     node_size: int,
     model_bytes: float | None,
     fsdp2: bool = False,
+    is_part: bool = False,
 ) -> None:
     """Raise ConfigError under ZeRO-3 and FSDP2 for a node shard that is a full copy of the model on
     every rank.
 
-    model_bytes: None if the model is not known.
+    model_bytes: None if the model is not known. is_part: these ranks share a part of the model.
     """
     if node_size == 1 and world > 1 and needs_two_per_node(config):
-        raise ConfigError(two_per_node(config, model_bytes=model_bytes, fsdp2=fsdp2))
+        message = two_per_node(config, model_bytes=model_bytes, fsdp2=fsdp2, is_part=is_part)
+        raise ConfigError(message)
 
 
 def needs_two_per_node(config: QuantizedCommConfig) -> bool:
@@ -257,7 +259,11 @@ def needs_two_per_node(config: QuantizedCommConfig) -> bool:
 
 
 def two_per_node(
-    config: QuantizedCommConfig, *, model_bytes: float | None = None, fsdp2: bool = False
+    config: QuantizedCommConfig,
+    *,
+    model_bytes: float | None = None,
+    fsdp2: bool = False,
+    is_part: bool = False,
 ) -> str:
     """Describe a block that needs several GPUs per node: its cause, the reason and the ways out."""
     setting, reason = _cause_of_node_shard(config)
@@ -271,10 +277,13 @@ def two_per_node(
             stage += ' with scheme "lossless"'
     if not fsdp2:
         way_out = f"{stage}, or {way_out}"
+    whole = "the whole model"
+    if is_part:
+        whole = "all that the GPU and its mesh have, a part of the model"
     return (
         f"{setting} under {'FSDP2' if fsdp2 else 'ZeRO-3'} needs two GPUs per node or more "
-        f"({reason} a copy of the weights in every node, which with one GPU is the whole "
-        f"model{memory}): {way_out}, or set {KEY}.allow_full_replica to true to accept that copy"
+        f"({reason} a copy of the weights in every node, which with one GPU is {whole}"
+        f"{memory}): {way_out}, or set {KEY}.allow_full_replica to true to accept that copy"
     )
 
 

@@ -113,6 +113,8 @@ MUON = {"groups": scenarios.matrices_apart, "optimizer": scenarios.muon}
 SLICED = {"model": scenarios.Sliced, "step": scenarios.neighbourly}
 SEQUENCES = {"data_parallel_size": 2, "sequence_parallel_size": 2}
 PIPELINE = {"model": scenarios.pipeline, "step": scenarios.piped}
+# torch's clip_grad_norm_ takes no parameters of two meshes.
+CLIPS = (trials.TENSOR_PARALLEL, trials.EXPERTS)
 AUTO_TP = {"tensor_parallel": scenarios.AUTO_TENSOR_PARALLEL}
 EXPERTS = {
     size: {"model": partial(scenarios.Mixture, size), "groups": separate_experts} for size in (1, 2)
@@ -549,7 +551,7 @@ TRAINING = (
         "clipping",
         "the norm of gradients is another one",
         zero=Featured("clipping"),
-        fsdp2=tries(trials.clipped, scheme="qsdp"),
+        fsdp2=tries(trials.clipped, scheme="qsdp", fails_alone_on=CLIPS),
         ddp=Plays(),
     ),
     Row(
@@ -897,7 +899,12 @@ BETWEEN_STEPS = (
         "a step left out for gradients that are not finite",
         "weights or the node's copies hold part of that step",
         zero=proven("exactness", "a_skipped_step_changes_no_weight_and_no_resume", stages=ALL),
-        fsdp2=tries(trials.step_left_out, scheme="sdp4bit", remark="by a decision of all ranks"),
+        fsdp2=tries(
+            trials.step_left_out,
+            scheme="sdp4bit",
+            fails_alone_on=CLIPS,
+            remark="by a decision of all ranks",
+        ),
         ddp=Plays(),
     ),
     Row(

@@ -91,10 +91,12 @@ def wrapped_on(model: Net, mesh: DeviceMesh) -> Any:
 
 
 REPLICAS = "replicas"
+TENSOR_PARALLEL = "tensor parallel"
+EXPERTS = "experts"
 # Models of four ranks, by the name of their mesh.
 ON_MESHES: dict[str, Callable[[], Any]] = {
-    "tensor parallel": beside_tensor_parallel,
-    "experts": experts_apart,
+    TENSOR_PARALLEL: beside_tensor_parallel,
+    EXPERTS: experts_apart,
     REPLICAS: two_replicas,
 }
 
@@ -114,6 +116,7 @@ class Trial:
     schemes: of the slow tests.
     inside: context manager around the run with the block.
     exact: True if the block quantizes nothing, whatever the scheme.
+    fails_alone_on: names of meshes on which the loop fails with FSDP2 alone.
     rough: True if the optimizer makes steps of one length from small and large gradients, so that
         noise moves the weights of a lossy scheme.
     """
@@ -128,11 +131,14 @@ class Trial:
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     exact: bool = False
     rough: bool = False
+    fails_alone_on: tuple[str, ...] = ()
 
     @property
     def meshes(self) -> tuple[str, ...]:
         """Names of the meshes on which the loop is tried, too: none with a model of its own."""
-        return tuple(ON_MESHES) if self.model is sharded else ()
+        if self.model is not sharded:
+            return ()
+        return tuple([mesh for mesh in ON_MESHES if mesh not in self.fails_alone_on])
 
     def play(self, scheme: str | None, mesh: str = "") -> Run:
         """Run the loop on this rank.

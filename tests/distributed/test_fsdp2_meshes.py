@@ -183,7 +183,7 @@ def test_figures_are_those_of_the_part_that_a_rank_has() -> None:
 def test_one_rank_per_node_is_priced_by_the_part_that_a_rank_has() -> None:
     block = block_of(TP_INSIDE, "eden4", allow_full_replica=False)
     model = tensor_parallel_inside()
-    with pytest.raises(ConfigError, match=f"one rank per node.*{4 * PART_NUMEL / 1e9:.3g} GB"):
+    with pytest.raises(ConfigError, match=f"part of the model, {4 * PART_NUMEL / 1e9:.3g} GB"):
         fsdp2.attach(model, block, optimizer=[])
 
 
@@ -213,7 +213,7 @@ def test_meshes_of_equal_size_on_other_nodes_are_refused_on_all_ranks(scheme: st
     """Ranks 2 and 3 lie on two nodes, the other pairs on one."""
     experts = mesh_of((3, 2), "ep", "fsdp")["fsdp"]
     model = mixture(mesh_of((6,), "dp"), experts, dist.get_rank() // 2)
-    said = "others lie on other numbers of nodes|mesh of another rank|one rank per node"
+    said = "others lie on other numbers of nodes|mesh of another rank|part of the model"
     with pytest.raises(ConfigError, match=said):
         fsdp2.attach(model, {"scheme": scheme, "node_size": 3}, optimizer=[])
 
@@ -275,12 +275,13 @@ def test_a_checkpoint_moves_between_meshes_and_away_from_the_block() -> None:
     dcp.save(state, checkpoint_id=scratch() / "saved")
     expected = full_weights(saved.model)
     take_backward(saved, TP_INSIDE, 5)
-    for title, block in (
-        ("tp around", block_of(SETUPS["tp around"], "eden4")),
-        ("tp around", None),
-        ("dim 1", block_of(SETUPS["dim 1"], "qsdp")),
+    around, last_dimension = SETUPS["tp around"], SETUPS["dim 1"]
+    same_rows = Setup(last_dimension.make, source=TP_INSIDE.source)
+    for title, setup, block in (
+        ("tp around", around, block_of(around, "eden4")),
+        ("tp around", around, None),
+        ("dim 1", same_rows, block_of(same_rows, "qsdp")),
     ):
-        setup = Setup(SETUPS[title].make, source=TP_INSIDE.source)
         other = train(setup, block, steps=0)
         model_state, optimizer_state = get_state_dict(other.model, other.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -296,9 +297,9 @@ def test_a_checkpoint_moves_between_meshes_and_away_from_the_block() -> None:
         for name, weight in full_weights(other.model).items():
             assert torch.equal(weight, expected[name]), (title, name)
         assert other.front is None or other.front.step == 5
-        # The rows of a rank depend on its place in the mesh.
+        # The rows of a rank depend on its place in the mesh, those of all ranks do not.
         losses = sum(of_all_ranks(other_loss(other, setup)))
-        assert losses == pytest.approx(sum(of_all_ranks(saved.losses[-1])), abs=0.02), title
+        assert losses == pytest.approx(sum(of_all_ranks(saved.losses[-1])), abs=0.1)
 
 
 def other_loss(trained: Trained, setup: Setup) -> float:

@@ -272,7 +272,7 @@ def test_sums_have_the_errors_of_both_halves_and_no_bias() -> None:
     ("scheme", "bits"),
     thinned(
         [("eden4", None), ("eden4", 4), ("eden4", 8), ("sdp4bit", None)],
-        lambda scheme, bits: bits is None and scheme == "eden4",
+        lambda scheme, bits: scheme == "eden4" and bits is None,
     ),
 )
 @on_ranks(4)

@@ -67,7 +67,7 @@ def lossless(phase: int, dtype: torch.dtype = _BF16) -> Launch:
 def headline() -> dict[str, Launch]:
     """The variants whose instructions per element have a bar or are measured on a GPU."""
     int4, int4_2048 = absmax(4, 128, "stochastic"), absmax(4, 2048, "stochastic")
-    int8, gaussian = absmax(8, 128), GAUSSIAN[2]
+    int8, gaussian, returned = absmax(8, 128), GAUSSIAN[2], GAUSSIAN[3]
     qsdp = GroupCodec(bits=8, group_size=1024, rounding="random_shift")
     coin = GroupCodec(bits=4, group_size=1024, rounding="stochastic")
     own = "decode_sum {} Gaussian bits, own signs, a source".format
@@ -91,11 +91,15 @@ def headline() -> dict[str, Launch]:
         own(3): add_up(GAUSSIAN[1], 8, **_OWN_SIGNS),
         own(2): add_up(GAUSSIAN[0], 8, **_OWN_SIGNS),
         "recode 8 x int8 -> 4 Gaussian bits": recode(int8, gaussian, 8),
+        "decode_sum 5 Gaussian bits, Hadamard-128 with signs": add_up(returned, 1, **_FLIPPED),
     }
     difference = encode(absmax(4, 2048), base=BASE)
     return {name: launch_of(operation) for name, operation in operations.items()} | {
         "encode difference int4 nearest g2048 fp32 - bf16": launch_of(difference, _FP32, _BF16),
         "encode int8 random shift g1024 fp32": launch_of(encode(qsdp), _FP32),
+        "encode Hadamard-128 with signs, 5 Gaussian bits, fp32": launch_of(
+            encode(returned, **_FLIPPED), _FP32
+        ),
         "decode_sum 8 x int4 g128 fp32, runs of 8 staged": stored(Stores(8, True), add_up(int4, 8)),
         "lossless plan bf16": lossless(launch_batch.PLAN),
         "lossless write bf16": lossless(launch_batch.WRITE),

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.distributed import torch_ddp
 from tests.distributed.harness import run_each, scratch
 
 WORLD = 2
 # Tests that pass without a block only: the reason.
-EXPLAINED: dict[str, str] = {}
+EXPLAINED = {
+    "test_ddp_comm_hook_logging": "it registers hooks of its own, and expects none before",
+    "test_ddp_profiling_torch_profiler": "it counts DDP's own all-reduces",
+    "test_ddp_grad_div_uneven_inputs": "join(divide_by_initial_world_size=False): DDP does not "
+    "tell a hook",
+}
 
 
 def play_and_read(tests: list[str], with_block: bool) -> list[str]:
     """Run tests on this rank. Return the outcomes of those that have ended on it."""
-    import torch.distributed as dist
-
+    rank = dist.get_rank()
     torch_ddp.play(tests, with_block)
-    files = [Path(scratch()) / f"{i} on rank {dist.get_rank()}.end" for i in range(len(tests))]
+    files = [Path(scratch()) / f"{i} on rank {rank}.end" for i in range(len(tests))]
     return [file.read_text() for file in files if file.exists()]
 
 
@@ -39,6 +45,7 @@ def outcomes(with_block: bool) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("expecttest") is None, reason="needs expecttest, as torch's tests do")
 def test_what_passes_with_ddp_alone_passes_with_the_hook() -> None:
     plain, hooked = outcomes(False), outcomes(True)
     passing = [name for name, outcome in plain.items() if outcome.startswith(torch_ddp.PASSED)]

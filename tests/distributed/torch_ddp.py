@@ -18,6 +18,7 @@ import unittest
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -55,9 +56,9 @@ def play(tests: Sequence[str], with_block: bool) -> None:
         part = file.with_suffix(".part")
         part.write_text(outcome)
         part.rename(file.with_suffix(".end"))
-        if len({_outcome_of(place, rank) for rank in range(dist.get_world_size())}) > 1:
-            break
-        if outcome.startswith("failed"):
+        of_ranks = {_outcome_of(place, rank) for rank in range(dist.get_world_size())}
+        if len(of_ranks) > 1 or "failed" in of_ranks:
+            dist.destroy_process_group()  # else the end of the run waits for all ranks
             break
 
 
@@ -103,18 +104,23 @@ def _attach_before_forward(fronts: list[Any]) -> None:
 
     model_class: Any = DistributedDataParallel
     forward = model_class.forward
-    seen: set[int] = set()
+    seen: WeakSet[DistributedDataParallel] = WeakSet()
+
+    @torch.compiler.disable
+    def attach_once(model: Any) -> None:
+        if model in seen or not torch.is_grad_enabled():
+            return
+        seen.add(model)
+        try:
+            fronts.append(ddp.attach(model, dict(BLOCK)))
+        except (RuntimeError, UnsupportedModel) as error:
+            if "quantized_comm: " not in str(error):
+                raise
+            fronts.append(str(error))
 
     @functools.wraps(forward)
     def attached(model: Any, *inputs: Any, **options: Any) -> Any:
-        if id(model) not in seen and torch.is_grad_enabled():
-            seen.add(id(model))
-            try:
-                fronts.append(ddp.attach(model, dict(BLOCK)))
-            except (RuntimeError, UnsupportedModel) as error:
-                if "quantized_comm: " not in str(error):
-                    raise
-                fronts.append(str(error))
+        attach_once(model)
         return forward(model, *inputs, **options)
 
     model_class.forward = attached

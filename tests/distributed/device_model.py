@@ -118,6 +118,7 @@ class Model(TorchDispatchMode):
         self.default = self.now = Stream(self, "default")
         self.streams = {"default": self.default}
         self.faults: list[str] = []
+        self.records = 0  # of the plugin, also those that are lost on purpose
         self._memory: dict[int, Memory] = {}
 
     def stream(self, name: str) -> Stream:
@@ -295,7 +296,9 @@ def become_a_device(model: Model, *, keeps_records: bool = True) -> None:
     torch.Tensor.is_cuda = property(lambda _: is_ours(1))
 
     def record(tensor: Tensor, stream: Stream) -> None:
-        if keeps_records or not is_ours(1):
+        of_the_plugin = is_ours(1)
+        model.records += of_the_plugin
+        if keeps_records or not of_the_plugin:
             model.record(tensor, stream)
 
     torch.Tensor.record_stream = record

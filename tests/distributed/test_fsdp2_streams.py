@@ -163,8 +163,8 @@ def _model(case: Case, ranks: fake_world.World) -> Any:
     return fully_shard(model, **options, **case.shard)
 
 
-def faults(case: Case) -> list[str]:
-    """Return the faults of three optimizer steps."""
+def trained(case: Case) -> Any:
+    """Return the device after three optimizer steps."""
     ranks = fake_world.World.parse(case.world)
     fake_world.join(ranks)
     from tests.distributed.device_model import Model
@@ -194,7 +194,12 @@ def faults(case: Case) -> list[str]:
             optimizer.zero_grad()
             _call(case.after_step, model, front, step)
     assert len(device.streams) >= 5  # FSDP2's and one of a process group
-    return sorted(set(device.faults))
+    return device
+
+
+def faults(case: Case) -> list[str]:
+    """Return the faults of three optimizer steps."""
+    return sorted(set(trained(case).faults))
 
 
 def _call(function: Any, *args: Any) -> None:
@@ -333,6 +338,7 @@ CONTROLS = {
     "waits": replace(PREFETCHED, lost="wait"),
     "waits, no prefetch": Case("sdp4bit", lost="wait"),
     "waits, lossless": Case("lossless_w_g3", prefetch=True, lost="wait"),
+    "waits, qsdp": Case("qsdp", prefetch=True, lost="wait"),
     "waits, replicas": Case("eden4", replicas=True, prefetch=True, lost="wait"),
     "waits for all nodes": Case("eden4", 1, replicas=True, lost="wait for all nodes"),
     "records, replicas": Case("eden4", 1, replicas=True, lost="record"),
@@ -379,3 +385,28 @@ def test_no_reduce_scatter_waits_for_the_sums_of_other_nodes(waits: bool) -> Non
             assert of_step == [0] * modules
         else:  # those of the module and of all before it
             assert 0 < of_step[0] and all(less < more for less, more in pairwise(of_step)), of_step
+
+
+# Without a node shard or replicas a gather or reduction is waited for on the stream that has posted it, so its
+# memory needs no record and a control has none to lose. Not so where the user unshards modules
+# ahead: the next gather, on FSDP2's stream, waits for the hop between nodes of those before it.
+WITHOUT_RECORDS = {
+    "qsdp": Case("qsdp", prefetch=True),
+    "qsdp, unshard asynchronously": Case(
+        "qsdp", prefetch=True, after_attach=unshard_asynchronously
+    ),
+}
+
+
+@pytest.mark.parametrize("title", thinned(WITHOUT_RECORDS, lambda title: title == "qsdp"))
+@on_ranks(1, environment=OWN_GROUP)
+def test_what_its_own_stream_waits_for_needs_no_record(title: str) -> None:
+    device = trained(WITHOUT_RECORDS[title])
+    assert device.records == 0
+    assert device.faults == []
+
+
+@on_ranks(1, environment=OWN_GROUP)
+def test_what_another_stream_waits_for_records_its_memory() -> None:
+    """An exchange that is posted after the optimizer step ends on FSDP2's stream of gathers."""
+    assert trained(PREFETCHED).records > 0

@@ -387,9 +387,9 @@ def test_no_reduce_scatter_waits_for_the_sums_of_other_nodes(waits: bool) -> Non
             assert 0 < of_step[0] and all(less < more for less, more in pairwise(of_step)), of_step
 
 
-# Without a node shard or replicas a gather or reduction is waited for on the stream that has posted it, so its
-# memory needs no record and a control has none to lose. Not so where the user unshards modules
-# ahead: the next gather, on FSDP2's stream, waits for the hop between nodes of those before it.
+# Without a node shard or replicas a gather or reduction is waited for on the stream that has posted
+# it, so its memory needs no record and a control has none to lose. Not so where the user unshards
+# modules ahead: the next gather, on FSDP2's stream, waits for the hop between nodes of those before.
 WITHOUT_RECORDS = {
     "qsdp": Case("qsdp", prefetch=True),
     "qsdp, unshard asynchronously": Case(

@@ -48,6 +48,7 @@ class Rule(NamedTuple):
         return getattr(settings, self.restricted) not in self.allowed
 
 
+GAUSSIAN_BITS = (2, 3, 4)  # that have a table of levels
 GAUSSIAN_NEEDS = (
     "Gaussian levels are for groups of 128 that random signs and a Hadamard transform have made "
     "look normal"
@@ -78,8 +79,9 @@ RULES = (
         "range",
         ("gaussian",),
         "bits",
-        (2, 3, 4),
-        "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them",
+        GAUSSIAN_BITS,
+        f"Gaussian levels have {GAUSSIAN_BITS[0]} to {GAUSSIAN_BITS[-1]} bits: set bits to one of "
+        'these, or take other levels, such as scheme "qsdp"',
     ),
     Rule(
         "range",

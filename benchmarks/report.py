@@ -131,18 +131,24 @@ def number(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
+_WIDEST = 1000  # columns
+
+
 def show(header: Sequence[str], body: Sequence[Sequence[str]], title: str | None = None) -> None:
-    """Print the table of a page."""
+    """Print the table of a page, a line per row: wider than the terminal rather than folded."""
     from rich.console import Console
     from rich.table import Table
 
     grid = Table(title=title)
     for column, name in enumerate(header):
         words = name.replace("`", "").replace(" ", "\n")  # narrow, so that labels are not folded
-        grid.add_column(words, justify="right" if column else "left", overflow="fold")
+        grid.add_column(words, justify="right" if column else "left", no_wrap=True)
     for cells in body:
         grid.add_row(*(cell.replace("`", "") for cell in cells))
-    Console().print(grid)
+    console = Console()
+    unlimited = console.options.update(max_width=_WIDEST)
+    width = max(console.width, console.measure(grid, options=unlimited).maximum)
+    Console(width=width).print(grid)
 
 
 # ---- plot ----

@@ -14,7 +14,7 @@ Rounding = Literal["nearest", "stochastic", "random_shift"]
 Levels = Literal["uniform", "learned"]
 
 BITS = range(2, 9)
-GAUSSIAN_BITS = range(2, 6)
+GAUSSIAN_BITS = range(2, 6)  # that have a table of levels
 GROUP_SIZES = range(32, 65537, 32)
 RANGES: tuple[str, ...] = get_args(Range)
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
@@ -80,7 +80,8 @@ RULES = (
         ("gaussian",),
         "bits",
         tuple(GAUSSIAN_BITS),
-        "Gaussian levels are those of 2, 3, 4 and 5 bits: set bits to one of them",
+        f"Gaussian levels have {GAUSSIAN_BITS[0]} to {GAUSSIAN_BITS[-1]} bits: set bits to one of "
+        'these, or take other levels, such as scheme "qsdp"',
     ),
     Rule(
         "range",

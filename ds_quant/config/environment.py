@@ -61,10 +61,10 @@ def read(source: str) -> object:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         similar = did_you_mean(source, preset_names())
-        hint = "" if similar is None else f'; did you mean "{similar}"?'
+        hint = "" if similar is None else f'did you mean "{similar}"? '
         raise ConfigError(
-            f'{show(source)}: {reason}: allowed: a block such as {{"scheme": "qsdp"}}, the path '
-            f"of a file that holds one, or the name of a preset{hint}"
+            f'{show(source)}: {reason}: {hint}allowed: a block such as {{"scheme": "qsdp"}}, the '
+            "path of a file that holds one, or the name of a preset"
         ) from None
     if isinstance(block, dict) and KEY in block:
         return block[KEY]

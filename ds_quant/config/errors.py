@@ -100,8 +100,8 @@ def not_an_object(block: object, schemes: Sequence[str]) -> str:
     if isinstance(block, str):
         scheme = did_you_mean(block, schemes)
         if scheme is not None:
-            hint = f'; did you mean {{"scheme": "{scheme}"}}?'
-    return f'{KEY}={show(block)}: allowed: an object such as {{"scheme": "qsdp"}}{hint}'
+            hint = f'did you mean {{"scheme": "{scheme}"}}? '
+    return f'{KEY}={show(block)}: {hint}allowed: an object such as {{"scheme": "qsdp"}}'
 
 
 def auto_values(value: object, location: Location = ()) -> list[str]:
@@ -231,12 +231,12 @@ def _sentence(mistake: Mapping[str, Any], key_schemas: KeySchemas) -> str:
     if isinstance(value, str):
         near = did_you_mean(value, [word for word in words if isinstance(word, str)])
         if near is not None:
-            hint = f"; did you mean {show(near)}?"
-    return f"{path_of(location)}={show(value)}: allowed: {allowed}{hint}"
+            hint = f"did you mean {show(near)}? "
+    return f"{path_of(location)}={show(value)}: {hint}allowed: {allowed}"
 
 
 def _unknown_key(location: Location, value: object, key_schemas: KeySchemas) -> str:
-    """Describe an unknown key: the keys allowed beside it, and the one that was meant."""
+    """Describe an unknown key: the one that was meant, and the keys allowed beside it."""
     setting = f"{path_of(location)}={show(value)}"
     if location in _UNSUPPORTED:
         return f"{setting}: not supported: {_UNSUPPORTED[location]}"
@@ -252,8 +252,8 @@ def _unknown_key(location: Location, value: object, key_schemas: KeySchemas) -> 
             meant = [(*parent, near)]
     hint = ""
     if meant:
-        hint = f"; did you mean {' or '.join(map(path_of, meant))}?"
-    return f"{setting}: unknown key: allowed: {', '.join(siblings)}{hint}"
+        hint = f"did you mean {' or '.join(map(path_of, meant))}? "
+    return f"{setting}: unknown key: {hint}allowed: {', '.join(siblings)}"
 
 
 # ---- allowed values of a key ----

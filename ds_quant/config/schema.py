@@ -29,6 +29,7 @@ from pydantic_core import PydanticCustomError
 
 from ds_quant.codec.rules import (
     BITS,
+    GAUSSIAN_BITS,
     GAUSSIAN_NEEDS,
     GROUP_SIZES,
     Levels,
@@ -257,7 +258,8 @@ class GradientsConfig(_Quantizer):
     range: Range = Field(
         "minmax",
         description="As for weights; gaussian: levels of a normal distribution and EDEN's scale, "
-        "unbiased over random signs (2 to 5 bits; needs group_size 128, rotation 128 and "
+        f"unbiased over random signs ({GAUSSIAN_BITS[0]} to {GAUSSIAN_BITS[-1]} bits; needs "
+        "group_size 128, rotation 128 and "
         "rotation_signs).",
     )
     rounding: Rounding = Field(

@@ -1,7 +1,7 @@
 """The ``ds_quant`` command: check a config, a machine or a plan before a job starts.
 
 Every command is a module of this folder with a function ``main``; only "schema" is docs.py.
-Modules are imported when they run: ``validate`` and ``schema`` load neither torch nor deepspeed, so
+Modules are imported when they run: ``schema`` and ``migrate`` load neither torch nor deepspeed, so
 that they answer at once.
 """
 
@@ -73,11 +73,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _validate(add: AddArgument) -> None:
-    add("paths", nargs="*", type=Path, metavar="PATH", help="ds_config.json")
+    add("paths", nargs="*", type=Path, metavar="PATH", help="ds_config.json, or a block alone")
     add("--env", action="store_true", help=f"use the block of {VARIABLE} if a file has none")
     add("--world", type=count, help="number of ranks, to check node_size")
     add("--node-size", type=count, help="ranks per node, if the launcher sets them")
     add("--params", type=numel, help="parameters such as 7b, for memory in GB")
+    add("--codecs", action="store_true", help="describe the codecs, too")
     add("--load-codecs", action="store_true", help=_LOAD_CODECS)
     add("--json", action="store_true", help="print the block with every key instead")
 

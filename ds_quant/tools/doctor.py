@@ -1,11 +1,13 @@
-"""``ds_quant doctor``: check versions, devices, kernels and two training processes.
+"""``ds_quant doctor``: check versions, devices, kernels and a training step on two processes.
 
-Checks of the environment only read. The self-test tries codecs and a training step.
+Checks of the environment only read. The self-test tries codecs, and a step under every front that
+this machine has: ZeRO with DeepSpeed, FSDP2 with a torch that is new enough.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -31,7 +33,7 @@ from ds_quant.zero.version import FAULTS
 # ---- checks ----
 
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
+OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
 
 
 class Check(NamedTuple):
@@ -39,7 +41,8 @@ class Check(NamedTuple):
 
     found: one sentence about the machine.
     details: facts as JSON types, for ``--json``.
-    severity: PROBLEM, which makes the machine unhealthy, or WARNING.
+    severity: PROBLEM, which makes the machine unhealthy, WARNING, which costs speed or features,
+        or NOTE, which no run with the plugin meets.
     """
 
     name: str
@@ -50,7 +53,7 @@ class Check(NamedTuple):
 
     @property
     def status(self) -> str:
-        """One of OK, WARNING and PROBLEM."""
+        """One of OK, NOTE, WARNING and PROBLEM."""
         return self.severity if self.fix else OK
 
 
@@ -140,6 +143,8 @@ def version_check(name: str, version: str | None, supported: str) -> Check:
     install = f"pip install '{name}{supported}'"
     if name == "python":
         install = f"use Python {supported}"
+    if version is None and name == "deepspeed":
+        return Check(name, "not installed: FSDP2 only", details, install, NOTE)
     if version is None:
         return Check(name, "not installed", details, install)
     if SpecifierSet(supported).contains(Version(version).base_version):
@@ -248,7 +253,8 @@ def builds() -> Check:
     if not locks:
         return Check("operator builds", "none was interrupted", details)
     found = " ".join(map(leftovers.lock_sentence, locks))
-    return Check("operator builds", found, details, f"rm {' '.join(map(str, locks))}")
+    fix = f"rm {' '.join(map(str, locks))}"
+    return Check("operator builds", found, details, fix, NOTE)
 
 
 def entry_point() -> Check:
@@ -273,6 +279,7 @@ def entry_point() -> Check:
 
 
 RANKS = 2
+ZERO, FSDP2 = "ZeRO-2", "FSDP2"  # fronts, of which selftest_worker.py trains a step
 CODECS = (("minmax", 8), ("minmax", 4), ("absmax", 4))
 _NUMEL = 1 << 20
 
@@ -323,18 +330,45 @@ def patience(load: float) -> float:
     return 120.0 * min(10.0, max(1.0, load))
 
 
-def exchange(timeout: float) -> Check:
-    """Train one step under ZeRO-2 on two processes whose only setting is the block."""
+def fronts() -> list[str]:
+    """Return the fronts that this machine has, of ZERO and FSDP2."""
+    found = []
+    if _installed("deepspeed") is not None:
+        found.append(ZERO)
+    if has_fsdp2():
+        found.append(FSDP2)
+    return found
+
+
+def has_fsdp2() -> bool:
+    """Return True if this torch has an FSDP2 that the plugin serves."""
+    try:
+        importlib.import_module("ds_quant.fsdp2")
+    except ImportError:
+        return False
+    return True
+
+
+def no_front() -> Check:
+    """Report a machine on which nothing can train with the plugin."""
+    found = f"not tried: no DeepSpeed, and torch {torch.__version__} has no FSDP2 for the plugin"
+    fix = f"pip install 'deepspeed{SUPPORTED['deepspeed']}', or torch 2.10 or newer for FSDP2"
+    return Check("two processes", found, fix=fix)
+
+
+def exchange(front: str, timeout: float) -> Check:
+    """Train one step on two processes under a front, with the block as their only setting."""
+    name = f"{front}, two processes"
     with tempfile.TemporaryDirectory() as folder:
-        failure = _run_ranks(folder, timeout)
+        failure = _run_ranks(front, folder, timeout)
         if failure:
             fix = "see the last line; doctor --timeout SECONDS waits longer"
-            return Check("two processes", failure, fix=fix)
+            return Check(name, failure, fix=fix)
         ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-    return verdict(ranks)
+    return verdict(name, ranks)
 
 
-def verdict(ranks: list[dict[str, Any]]) -> Check:
+def verdict(name: str, ranks: list[dict[str, Any]]) -> Check:
     """Return the verdict on the results of the two ranks (see selftest_worker.py)."""
     first = ranks[0]
     details = {"ranks": ranks}
@@ -347,22 +381,22 @@ def verdict(ranks: list[dict[str, Any]]) -> Check:
             "pip install ds_quant into this environment, unset DS_QUANT_DISABLE and "
             "TORCH_DEVICE_BACKEND_AUTOLOAD, or import ds_quant before deepspeed.initialize"
         )
-        return Check("two processes", found, details, fix)
+        return Check(name, found, details, fix)
     if len({rank["digest"] for rank in ranks}) != 1 or not first["received"]:
         found = f"weights differ after a step, or nothing was sent ({first['received']} bytes)"
         fix = "set DS_QUANT_DISABLE=1 and report this with the output of doctor --json"
-        return Check("two processes", found, details, fix)
+        return Check(name, found, details, fix)
     found = f"{first['line']}; {first['received']} bytes over {first['backend']}"
     if any(rank["imported"] for rank in ranks):
         fix = "put 'import ds_quant' into your script, or install the package"
-        return Check("two processes", f"{found}; needed import ds_quant", details, fix, WARNING)
-    return Check("two processes", found, details)
+        return Check(name, f"{found}; needed import ds_quant", details, fix, WARNING)
+    return Check(name, found, details)
 
 
-def _run_ranks(folder: str, timeout: float) -> str:
+def _run_ranks(front: str, folder: str, timeout: float) -> str:
     """Run the ranks; return the reason of a failure, "" for none."""
     port = free_port()
-    processes = [_start_rank(rank, folder, port) for rank in range(RANKS)]
+    processes = [_start_rank(front, rank, folder, port) for rank in range(RANKS)]
     is_late = False
     try:
         for process in processes:
@@ -381,7 +415,7 @@ def _run_ranks(folder: str, timeout: float) -> str:
     return f"rank {failed[0]} {reason}: {' | '.join(log[-3:]) or 'no output'}"
 
 
-def _start_rank(rank: int, folder: str, port: str) -> subprocess.Popen[bytes]:
+def _start_rank(front: str, rank: int, folder: str, port: str) -> subprocess.Popen[bytes]:
     """Start selftest_worker.py in ``folder``, where it writes its result and its log."""
     environment = {
         **os.environ,
@@ -397,7 +431,7 @@ def _start_rank(rank: int, folder: str, port: str) -> subprocess.Popen[bytes]:
     script = Path(__file__).with_name("selftest_worker.py")
     with open(Path(folder, f"log{rank}"), "wb") as log:
         return subprocess.Popen(
-            [sys.executable, str(script), folder],
+            [sys.executable, str(script), front, folder],
             env=environment,
             cwd=folder,
             stdout=log,
@@ -424,8 +458,12 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.no_processes:
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         timeout = arguments.timeout or patience(load)
-        print(f"training a step on two processes, up to {timeout:.0f} s", file=sys.stderr)
-        checks.append(exchange(timeout))
+        tried = fronts()
+        for front in tried:
+            print(f"{front}: a step on two processes, up to {timeout:.0f} s", file=sys.stderr)
+            checks.append(exchange(front, timeout))
+        if not tried:
+            checks.append(no_front())
     is_healthy = healthy(checks)
     if arguments.json:
         print(json.dumps(_facts(checks), indent=2))

@@ -1,7 +1,7 @@
-"""One rank of the self-test, run as a script: one step under ZeRO-2 with the block in the config.
+"""One rank of the self-test, run as a script: one step under ZeRO-2 or FSDP2 with a block.
 
-Imports torch and DeepSpeed as a user's script does. Imports ds_quant only if ``import torch`` did
-not, and reports that.
+Under ZeRO-2 it imports torch and DeepSpeed as a user's script does. It imports ds_quant only if
+``import torch`` did not, and reports that.
 """
 
 from __future__ import annotations
@@ -13,26 +13,75 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_SCHEME = {"scheme": "qsdp"}
+_WIDTH = 128
 
-def main(folder: str) -> None:
-    """Train one step and write the result to ``folder``/rank<RANK>.json."""
+
+def main(front: str, folder: str) -> None:
+    """Train one step and write the result to ``folder``/rank<RANK>.json.
+
+    front: "ZeRO-2" or "FSDP2".
+    """
+    import torch
+
+    if front == "FSDP2":
+        result = _fsdp2_step()
+    else:
+        result = _zero_step()
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+
+
+def _zero_step() -> dict[str, Any]:
+    """Train one step with DeepSpeed and return the result."""
     import torch
 
     needs_import = "ds_quant" not in sys.modules
     if needs_import:
         import ds_quant  # noqa: F401
-    if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+    if not _has_gpus():
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
     backend = _init_distributed()
     engine = _engine()
-    inputs = torch.ones(2, 128, dtype=torch.bfloat16, device=engine.device)
+    inputs = torch.ones(2, _WIDTH, dtype=torch.bfloat16, device=engine.device)
     engine.backward(engine(inputs).float().square().mean())
     engine.step()
-    result = {"imported": needs_import, "backend": backend, **_result(engine)}
-    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+    return {"imported": needs_import, "backend": backend, **_result(engine, engine.module.weight)}
+
+
+def _fsdp2_step() -> dict[str, Any]:
+    """Train one step with FSDP2 and return the result."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from ds_quant import fsdp2
+
+    device, backend = "cpu", "gloo"
+    if _has_gpus():
+        device, backend = "cuda", "nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group(backend)
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(_WIDTH, _WIDTH)).to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fsdp2.attach(model, _SCHEME, optimizer=optimizer)
+    model(torch.ones(2, _WIDTH, device=device)).float().square().mean().backward()
+    optimizer.step()
+    weight = next(model.parameters()).full_tensor()
+    return {"imported": False, "backend": backend, **_result(model, weight)}
+
+
+def _has_gpus() -> bool:
+    """Return True if every rank has a GPU of its own."""
+    import torch
+
+    return torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
 
 
 def _init_distributed() -> str:
@@ -61,20 +110,23 @@ def _engine() -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2},
-        "quantized_comm": {"scheme": "qsdp"},
+        "quantized_comm": _SCHEME,
     }
-    model = torch.nn.Linear(128, 128)
+    model = torch.nn.Linear(_WIDTH, _WIDTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def _result(engine: Any) -> dict[str, Any]:
-    """Return the start-up line, received bytes and a digest of the weights."""
+def _result(run: Any, weight: Any) -> dict[str, Any]:
+    """Return the start-up line, received bytes and a digest of the weight.
+
+    run: the engine, or the model of FSDP2.
+    """
     import ds_quant
 
-    weights = engine.module.weight.detach().float().cpu().numpy().tobytes()
-    digest = hashlib.sha256(weights).hexdigest()
-    report = ds_quant.report(engine)
+    values = weight.detach().float().cpu().numpy().tobytes()
+    digest = hashlib.sha256(values).hexdigest()
+    report = ds_quant.report(run)
     if report is None:
         return {"active": False, "line": None, "received": 0, "digest": digest}
     received = sum(sum(links.values()) for links in report["received_bytes"].values())
@@ -83,4 +135,4 @@ def _result(engine: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its modules must not hide others
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -1,7 +1,7 @@
-"""``ds_quant validate``: check the block of a DeepSpeed config, and describe its meaning.
+"""``ds_quant validate``: check the block of a DeepSpeed config or a block alone, and its savings.
 
-Refuses the settings that start-up refuses, with the same sentences. Loads neither torch nor
-deepspeed.
+Refuses the settings that start-up refuses, with the same sentences: those of the plugin, and where
+DeepSpeed is installed those of DeepSpeed itself.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ds_quant.codec.rules import range_of_width
 from ds_quant.config import environment, schema
@@ -24,8 +27,12 @@ from ds_quant.config.schema import (
     WeightsConfig,
 )
 from ds_quant.kernels.wire import BF16_BYTES, FP32_BYTES, wire_layout
-from ds_quant.policy import choosing, refusals
+from ds_quant.policy import choosing, in_words, model, refusals
+from ds_quant.policy.cost import LOSSLESS_BITS, Cluster
+from ds_quant.tools import forecast, planning, stock_config
 from ds_quant.tools.files import about, load, not_plain_json
+from ds_quant.tools.forecast import Plan
+from ds_quant.tools.fsdp2_plan import Fsdp2Plan
 
 _STAGES = {
     1: "ZeRO-1: updated weights gathered after the step, gradients reduced once per step",
@@ -34,6 +41,9 @@ _STAGES = {
 }
 _ONCE = ", between nodes of several ranks once per step"  # gradients, under ZeRO-2 and 3
 _NUMEL = 2**20  # elements of a message from which bytes per element are computed
+# Sizes from which bytes are predicted, unless they are given.
+_MODEL_NUMEL = 7 * 10**9
+_NODES, _NODE_SIZE = 2, 8
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -63,37 +73,40 @@ def _validate(path: Path | None, arguments: argparse.Namespace) -> int:
 def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     """Describe the block of a file. Raises ``ConfigError`` where start-up would."""
     param_dict = load(path)
+    if _is_block_alone(param_dict):
+        config = schema.parse({KEY: param_dict}, load_codecs=arguments.load_codecs)
+        return [*_report_of_block(str(path), param_dict, config, arguments), *not_plain_json(path)]
     config = _read_block(param_dict, arguments)
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
         return [f"{path}: {reason}: DeepSpeed communicates as without ds_quant"]
     stage = refusals.stage_of(param_dict)
-    itemsize = 4
-    if refusals.low_precision(param_dict) or refusals.automatic_precision(param_dict):
-        itemsize = 2
+    dtype = _dtype(param_dict)
     world = arguments.world or config.node_size or 1
     refusals.together(
         lambda: refusals.refuse(param_dict, config),
         lambda: config.validate_world(world),
-        lambda: _node_shard(config, stage, itemsize, arguments),
+        lambda: _refuse_full_replica(config, stage, dtype.itemsize, arguments),
     )
+    notes = stock_config.check(param_dict, world=arguments.world)
     if arguments.json:
         return [_as_json(config)]
     zero = refusals.section(param_dict, "zero_optimization")
     stock_reason = refusals.stock_gradients_reason(stage, lambda name: zero.get(name, True))
     verdict = f"{path}: valid"
-    refused_on_single_gpus = _refused_on_single_gpus(config, stage, arguments)
-    if refused_on_single_gpus:
-        verdict += " on nodes with two GPUs or more"
     if arguments.env and environment.is_source(param_dict):
         verdict += f", block from {VARIABLE}"
-    report = [verdict, *refused_on_single_gpus]
-    report += _meaning(config, arguments, stage, itemsize, stock_reason)
-    report += _node_shard(config, stage, itemsize, arguments)
+    plan = _plan(
+        config, param_dict, stage, dtype, arguments, has_stock_gradients=bool(stock_reason)
+    )
+    report = _description(verdict, config, plan, arguments)
+    if stock_reason is not None:
+        report.append(f"gradients: full precision, because {stock_reason}")
+    report += _node_shard(config, stage, dtype.itemsize, arguments)
     steps = _STAGES[stage]
     if stage > 1 and config.gradients.cross == "step":
         steps += _ONCE
-    return [*report, steps, *not_plain_json(path)]
+    return [*report, steps, *notes, *not_plain_json(path)]
 
 
 def _read_block(
@@ -112,91 +125,126 @@ def _read_block(
     raise ConfigError(*problems)
 
 
+def _as_json(config: QuantizedCommConfig) -> str:
+    return json.dumps({KEY: config.resolved()}, indent=2)
+
+
+# ---- a block without a DeepSpeed config ----
+
+
+def _is_block_alone(param_dict: dict[str, Any]) -> bool:
+    """Return True if the file holds a block only, as FSDP2 takes it."""
+    if KEY in param_dict or "zero_optimization" in param_dict:
+        return False
+    return any(key in QuantizedCommConfig.model_fields for key in param_dict)
+
+
 def _report_of_variable(arguments: argparse.Namespace) -> list[str]:
     """Describe the block of the variable alone."""
     if not environment.is_set():
         raise ConfigError(f"{VARIABLE} is not set")
     config = environment.parse({}, load_codecs=arguments.load_codecs)
+    return _report_of_block(VARIABLE, None, config, arguments)
+
+
+def _report_of_block(
+    source: str, written: object, config: QuantizedCommConfig | None, arguments: argparse.Namespace
+) -> list[str]:
+    """Describe a block without a DeepSpeed config, in bf16.
+
+    written: the block as the user wrote it, if known.
+    """
     if config is None:
-        return [f"{VARIABLE}: {KEY} is disabled"]
+        return [f"{source}: {KEY} is disabled"]
+    stage = 3  # FSDP2 shards what ZeRO-3 does
+    dtype = torch.bfloat16
+    refusals.together(
+        lambda: config.validate_stage(stage),
+        lambda: config.validate_world(arguments.world or config.node_size or 1),
+        lambda: _refuse_full_replica(config, stage, dtype.itemsize, arguments, fsdp2=True),
+    )
     if arguments.json:
         return [_as_json(config)]
-    # The stage and the dtype are unknown: the most frequent ones.
-    return [f"{VARIABLE}: valid", *_meaning(config, arguments, stage=3, itemsize=2)]
+    verdict = f"{source}: valid for FSDP2"
+    plan = _plan(config, None, stage, dtype, arguments)
+    return [
+        *_description(verdict, config, plan, arguments),
+        *_node_shard(config, stage, dtype.itemsize, arguments),
+    ]
 
 
-def _as_json(config: QuantizedCommConfig) -> str:
-    return json.dumps({KEY: config.resolved()}, indent=2)
+# ---- what the block saves ----
 
 
-def _node_shard(
-    config: QuantizedCommConfig, stage: int, itemsize: int, arguments: argparse.Namespace
-) -> list[str]:
-    """Describe the memory of the node shard, if there is one.
-
-    itemsize: bytes of a weight in full precision.
-
-    Raises:
-        ConfigError: the node shard is a full copy of the weights on every rank.
-    """
-    if stage != 3 or config.scheme == AUTOTUNE or not config.keeps_node_shard:
-        return []
-    node_size = config.node_size or arguments.node_size
-    if node_size is None:
-        return [
-            f"node shard: {itemsize} / (GPUs per node) bytes per parameter more on every GPU "
-            "(--node-size and --params give it in GB)"
-        ]
-    world = arguments.world or 2 * node_size  # if unknown: several nodes
-    model_bytes = None if arguments.params is None else arguments.params * itemsize
-    refusals.refuse_full_replica(config, world=world, node_size=node_size, model_bytes=model_bytes)
-    if world == node_size:
-        return ["node shard: none, all GPUs are on one node"]
-    line = f"node shard: {itemsize / node_size:.3g} bytes per parameter more on every GPU"
-    if model_bytes is not None:
-        line += f" ({model_bytes / node_size / 1e9:.3g} GB)"
-    return [line]
+def _dtype(param_dict: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of weights and gradients; bf16 if a Trainer chooses it."""
+    low_precision = refusals.low_precision(param_dict)
+    if low_precision:
+        return planning.DTYPES[low_precision[0]]
+    if refusals.automatic_precision(param_dict):
+        return torch.bfloat16
+    return torch.float32
 
 
-def _refused_on_single_gpus(
-    config: QuantizedCommConfig, stage: int, arguments: argparse.Namespace
-) -> list[str]:
-    """Return start-up's refusal on nodes with one GPU, if the size of the nodes is not known."""
-    node_size = config.node_size or arguments.node_size
-    if stage != 3 or node_size is not None or arguments.world == 1:
-        return []
-    if not refusals.needs_two_per_node(config):
-        return []
-    return [f"on nodes with one GPU start-up refuses it: {refusals.two_per_node(config)}"]
-
-
-def _meaning(
+def _plan(
     config: QuantizedCommConfig,
-    arguments: argparse.Namespace,
+    param_dict: dict[str, Any] | None,
     stage: int,
-    itemsize: int,
-    stock_reason: str | None = None,
-) -> list[str]:
-    """Describe the codecs of both roles and the parameters in full precision.
+    dtype: torch.dtype,
+    arguments: argparse.Namespace,
+    *,
+    has_stock_gradients: bool = False,
+) -> Plan:
+    """Return a run with the block, from which its bytes are predicted.
 
-    itemsize: bytes of an element in full precision.
-    stock_reason: the setting that leaves gradients to DeepSpeed, or None.
+    param_dict: None under FSDP2.
     """
-    stock_gradients = f"gradients: full precision, because {stock_reason}"
-    if config.scheme == AUTOTUNE:
-        place = choosing.Place(stage, 2, config.node_size or arguments.node_size or 8)
-        candidates = " or ".join(choosing.autotune_candidates(place))
-        lines = [f"scheme: {candidates}, whichever is measured to be faster at start-up"]
-        if stock_reason is not None:
-            lines.append(stock_gradients)
-    else:
-        lines = [_weights_line(config.weights, arguments.load_codecs)]
-        if stock_reason is not None:
-            lines.append(stock_gradients)
-        else:
-            lines.append(_gradients_line(config.gradients, arguments.load_codecs))
+    node_size = config.node_size or arguments.node_size or _NODE_SIZE
+    nodes = _NODES
+    if arguments.world is not None and arguments.world % node_size == 0:
+        nodes = arguments.world // node_size
+    planned_model = model.of_size(arguments.params or _MODEL_NUMEL, dtype=dtype)
+    micro_steps = 1.0
+    buckets = forecast.Buckets()
+    if param_dict is not None:
+        micro_steps = refusals.number(param_dict.get("gradient_accumulation_steps"))
+        zero = refusals.whole_section(param_dict, "zero_optimization")
+        buckets = planning.buckets_of(zero, planned_model.hidden, stage)
+    kind = Fsdp2Plan if param_dict is None else Plan
+    return kind(
+        model=planned_model,
+        dtype=dtype,
+        stage=stage,
+        micro_steps=max(1, int(micro_steps)),
+        compute=1.0,
+        cluster=Cluster(
+            nodes=nodes, node_size=node_size, link=float("inf"), intra_link=float("inf")
+        ),
+        block=config,
+        exact_gradients=has_stock_gradients,
+        buckets=buckets,
+    )
+
+
+def _description(
+    verdict: str,
+    config: QuantizedCommConfig,
+    plan: Plan,
+    arguments: argparse.Namespace,
+) -> list[str]:
+    """Return the first line, and lines about the settings of the block.
+
+    verdict: the beginning of the first line.
+    """
+    refused_on_single_gpus = _refused_on_single_gpus(config, plan, arguments)
+    if refused_on_single_gpus:
+        verdict += " on nodes with two GPUs or more"
+    lines = [f"{verdict}, {_saving(config, plan, arguments)}", *refused_on_single_gpus]
+    lines += _without_effect(config, plan)
+    if arguments.codecs:
+        lines += _codecs(config, arguments)
     full_precision = (
-        f"full precision ({itemsize} bytes each): 1-D parameters, "
+        f"full precision ({plan.dtype.itemsize} bytes each): 1-D parameters, "
         f"parameters under {config.min_numel} elements"
     )
     if config.exclude:
@@ -207,14 +255,126 @@ def _meaning(
     return lines
 
 
+def _saving(config: QuantizedCommConfig, plan: Plan, arguments: argparse.Namespace) -> str:
+    """Say how many fewer bytes are sent, and in which formats."""
+    if config.scheme == AUTOTUNE:
+        candidates = " or ".join(choosing.autotune_candidates(plan.place))
+        return f"{candidates}, whichever is measured to be faster at start-up"
+    if config.own_codecs and not arguments.load_codecs:
+        names = ", ".join(dict.fromkeys(config.own_codecs.values()))
+        return f"bytes depend on codec {names}, not tried (--load-codecs imports it)"
+    if plan.ranks == 1:
+        return "one GPU sends nothing"
+    stock_bytes, volume = forecast.volume_of_block(config, plan)
+    sent_bytes = volume.step_bytes(plan.stage, micro_steps=plan.micro_steps)
+    saving = in_words.saving(stock_bytes, sent_bytes, nodes=plan.cluster.nodes)
+    return f"about {saving}: {in_words.formats(volume.routes, plan.dtype)}"
+
+
+def _without_effect(config: QuantizedCommConfig, plan: Plan) -> Iterator[str]:
+    """Yield a sentence per setting that does nothing in this place."""
+    if config.node_shard and plan.stage < 3:
+        setting = f"{KEY}.node_shard"
+        if config.preset.node_shard:
+            setting = f'scheme "{config.scheme}"'
+        quantizes = config.weights.enabled or config.gradients.enabled
+        loss = "keeps no node shard" if quantizes else 'does no more than "full_precision"'
+        yield (
+            f"{setting} {loss} under {plan.front}, where every GPU has all weights anyway: it is "
+            "for stage 3"
+        )
+    if config.weights.sends_lossless_differences and plan.dtype == torch.float32:
+        yield "weights.lossless has no effect on fp32 weights: set bf16.enabled or fp16.enabled"
+    if config.scheme != AUTOTUNE and config.weights.enabled and plan.stage == 3:
+        is_sent_whole = config.weights.intra is None and config.keeps_node_shard
+        if is_sent_whole and plan.cluster.nodes == 1:
+            yield (
+                f'scheme "{config.scheme}" compresses weights between nodes only, and there is one '
+                'node: use scheme "qsdp"'
+            )
+
+
+def _refused_on_single_gpus(
+    config: QuantizedCommConfig, plan: Plan, arguments: argparse.Namespace
+) -> list[str]:
+    """Return start-up's refusal on nodes with one GPU, if the size of the nodes is not known."""
+    node_size = config.node_size or arguments.node_size
+    if plan.stage != 3 or node_size is not None or arguments.world == 1:
+        return []
+    if not refusals.needs_two_per_node(config):
+        return []
+    reason = refusals.two_per_node(config, fsdp2=isinstance(plan, Fsdp2Plan))
+    return [f"on nodes with one GPU start-up refuses it: {reason}"]
+
+
+# ---- the node shard ----
+
+
+def _refuse_full_replica(
+    config: QuantizedCommConfig,
+    stage: int,
+    itemsize: int,
+    arguments: argparse.Namespace,
+    *,
+    fsdp2: bool = False,
+) -> None:
+    """Raise ``ConfigError`` if the node shard is a full copy of the weights on every GPU.
+
+    itemsize: bytes of a weight in full precision.
+    """
+    node_size = config.node_size or arguments.node_size
+    if stage != 3 or config.scheme == AUTOTUNE or node_size is None:
+        return
+    refusals.refuse_full_replica(
+        config,
+        world=arguments.world or 2 * node_size,  # if unknown: several nodes
+        node_size=node_size,
+        model_bytes=None if arguments.params is None else arguments.params * itemsize,
+        fsdp2=fsdp2,
+    )
+
+
+def _node_shard(
+    config: QuantizedCommConfig, stage: int, itemsize: int, arguments: argparse.Namespace
+) -> list[str]:
+    """Describe the memory of the node shard, if there is one.
+
+    itemsize: bytes of a weight in full precision.
+    """
+    if stage != 3 or config.scheme == AUTOTUNE or not config.keeps_node_shard:
+        return []
+    node_size = config.node_size or arguments.node_size
+    if node_size is None:
+        return [
+            f"node shard: {itemsize} / (GPUs per node) bytes per parameter more on every GPU "
+            "(--node-size and --params give it in GB)"
+        ]
+    if arguments.world == node_size:
+        return ["node shard: none, all GPUs are on one node"]
+    line = f"node shard: {itemsize / node_size:.3g} bytes per parameter more on every GPU"
+    if arguments.params is not None:
+        line += f" ({arguments.params * itemsize / node_size / 1e9:.3g} GB)"
+    return [line]
+
+
+# ---- codecs ----
+
+
+def _codecs(config: QuantizedCommConfig, arguments: argparse.Namespace) -> list[str]:
+    """Describe the codecs of both roles; autotune chooses them at start-up."""
+    if config.scheme == AUTOTUNE:
+        return []
+    return [
+        _weights_line(config.weights, arguments.load_codecs),
+        _gradients_line(config.gradients, arguments.load_codecs),
+    ]
+
+
 def _weights_line(weights: WeightsConfig, codecs_loaded: bool) -> str:
     """Describe the codec of weights."""
     if not weights.enabled:
         return "weights: full precision"
     if weights.lossless:
-        # Imported here: it loads torch.
-        from ds_quant.policy.cost import LOSSLESS_BITS
-
         return (
             f"weights: lossless differences, {LOSSLESS_BITS} bits per element at a learning rate "
             "of 3e-4, 16 at most"

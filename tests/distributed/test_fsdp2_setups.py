@@ -393,7 +393,7 @@ def test_a_name_of_a_preset_is_a_block() -> None:
 def test_sources_that_are_no_block_are_named() -> None:
     model = sharded()
     for source, message in (
-        ("eden5", 'No such file or directory: allowed: .* did you mean "eden4"'),
+        ("eden5", 'No such file or directory: did you mean "eden4"'),
         ("{scheme: eden4}", "Expecting property name"),
         ('[{"scheme": "eden4"}]', "No such file"),
         (7, "quantized_comm=7: allowed: an object"),

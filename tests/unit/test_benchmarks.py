@@ -10,6 +10,7 @@ import compare
 import convergence
 import paired
 import pytest
+import report
 import schemes
 import speed
 import text
@@ -203,6 +204,18 @@ TINY = [
     "--layers=1", "--width=8", "--heads=1", "--seq-len=8", "--batch=1", "--base-steps=3",
     "--steps=2", "--nodes=2", "--node-size=1", "--pairs=2", "--most-pairs=3", "--interval=0.0001",
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", ["80", "300"])
+def test_a_table_folds_no_label_and_no_range(columns: str, capsys, monkeypatch) -> None:
+    """Also where the terminal is narrower than the table."""
+    monkeypatch.setenv("COLUMNS", columns)
+    cells = ["fsdp2:lossless_w_g4", *["1.23 (1.20-1.26)"] * 6]
+    report.show(["`scheme`", *["speed up"] * 6], [cells, ["`qsdp`", *cells[1:]]], "a title")
+    lines = capsys.readouterr().out.splitlines()
+    for label in ("fsdp2:lossless_w_g4", "qsdp"):
+        (line,) = [line for line in lines if label in line]
+        assert line.count("1.23 (1.20-1.26)") == 6
 
 
 def test_gaps_are_paired_by_seed() -> None:

@@ -20,7 +20,7 @@ import torch
 from ds_quant.kernels import cuda
 from ds_quant.tools import doctor, selftest_worker
 from ds_quant.tools.cli import main
-from ds_quant.tools.doctor import OK, PROBLEM, WARNING, Check
+from ds_quant.tools.doctor import NOTE, OK, PROBLEM, WARNING, Check
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {
@@ -46,7 +46,7 @@ def version(number: str | None) -> Check:
 
 
 def ranks(**second: Any) -> Check:
-    return doctor.verdict([GOOD, GOOD | second])
+    return doctor.verdict("two processes", [GOOD, GOOD | second])
 
 
 def registered(*points: metadata.EntryPoint) -> dict[str, Any]:
@@ -70,7 +70,8 @@ VERDICTS: list[tuple[Callable[[], Check], str, str, str, dict[str, Any]]] = [
     ),
     (partial(version, "0.20.0"), "not supported", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
     (partial(version, "0.17.5"), "not supported", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
-    (partial(version, None), "not installed", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
+    (partial(version, None), "not installed: FSDP2 only", NOTE, "'deepspeed>=0.17.6,<0.20'", {}),
+    (partial(doctor.version_check, "torch", None, ">=2.5"), "not installed", PROBLEM, "torch", {}),
     (doctor.entry_point, "off: DS_QUANT_DISABLE=1", PROBLEM, "unset", {"DS_QUANT_DISABLE": "1"}),
     (doctor.entry_point, "by import only: TORCH_DEVICE", WARNING, "unset",
      {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
@@ -88,7 +89,11 @@ VERDICTS: list[tuple[Callable[[], Check], str, str, str, dict[str, Any]]] = [
     (partial(ranks, active=False), "the block had no effect", PROBLEM, "", {}),
     (partial(ranks, digest="b"), "weights differ", PROBLEM, "", {}),
     (partial(ranks, imported=True), "needed import ds_quant", WARNING, "", {}),
-    (lambda: doctor.verdict([GOOD | {"received": 0}] * 2), "", PROBLEM, "", {}),
+    (lambda: doctor.verdict("two processes", [GOOD | {"received": 0}] * 2), "", PROBLEM, "", {}),
+    (doctor.no_front, "no DeepSpeed", PROBLEM, "torch 2.10", {}),
+    (doctor.builds, "cpu_adam that did not end", NOTE, "rm /tmp/cpu_adam/lock",
+     {"ds_quant.leftovers.idle_locks": lambda: [Path("/tmp/cpu_adam/lock")]}),
+    (doctor.builds, "none was interrupted", OK, "", {"ds_quant.leftovers.idle_locks": list}),
 ]  # fmt: skip
 
 
@@ -179,9 +184,32 @@ def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Pat
     assert "fix: unset DS_QUANT_DISABLE" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("installed", "has_fsdp2", "tried"),
+    [
+        (("deepspeed", "torch"), True, ["ZeRO-2", "FSDP2"]),
+        (("deepspeed", "torch"), False, ["ZeRO-2"]),
+        (("torch",), True, ["FSDP2"]),
+        (("torch",), False, []),
+    ],
+)
+def test_every_front_of_the_machine_is_tried(
+    monkeypatch, capsys, installed: tuple[str, ...], has_fsdp2: bool, tried: list[str]
+) -> None:
+    """A machine without DeepSpeed is healthy if it has FSDP2."""
+    monkeypatch.setattr(doctor, "_installed", lambda name: "1" if name in installed else None)
+    monkeypatch.setattr(doctor, "has_fsdp2", lambda: has_fsdp2)
+    monkeypatch.setattr(doctor, "survey", lambda: [version("0.19" if len(installed) > 1 else None)])
+    monkeypatch.setattr(doctor, "codecs", lambda: Check("encode, decode", ""))
+    monkeypatch.setattr(doctor, "exchange", lambda front, timeout: Check(front, "trained"))
+    assert main(["doctor", "--json"]) == (0 if tried else 1)
+    names = [check["name"] for check in json.loads(capsys.readouterr().out)["checks"]]
+    assert names[2:] == (tried or ["two processes"])
+
+
 def test_a_rank_reports_that_the_plugin_has_not_attached() -> None:
     engine = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 2)
-    found = selftest_worker._result(engine)
+    found = selftest_worker._result(engine, engine.module.weight)
     assert (found["active"], found["line"], found["received"]) == (False, None, 0)
 
 
@@ -192,12 +220,16 @@ def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, c
         "import sys; from ds_quant.tools.cli import main; sys.exit(main(['doctor', '--json']))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=240,
         env={**os.environ, "DS_QUANT_DISABLE": disabled, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
-    last = json.loads(done.stdout)["checks"][-1]
-    assert last["name"] == "two processes"
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    last = checks["ZeRO-2, two processes"]
+    under_fsdp2 = checks.get("FSDP2, two processes")
+    assert (under_fsdp2 is not None) == doctor.has_fsdp2()
+    if under_fsdp2 is not None:
+        assert "qsdp on FSDP2" in under_fsdp2["found"]
     if disabled:
         assert "the block had no effect" in last["found"]
     else:
@@ -209,7 +241,7 @@ def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, c
 
 def test_a_rank_that_dies_is_reported_with_its_last_words(monkeypatch) -> None:
     monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
-    check = doctor.exchange(30.0)
+    check = doctor.exchange(doctor.ZERO, 30.0)
     assert check.status == PROBLEM and check.found.startswith("rank 0 failed")
 
 

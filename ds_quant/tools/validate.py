@@ -75,7 +75,7 @@ def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     param_dict = load(path)
     if _is_block_alone(param_dict):
         config = schema.parse({KEY: param_dict}, load_codecs=arguments.load_codecs)
-        return [*_report_of_block(str(path), param_dict, config, arguments), *not_plain_json(path)]
+        return [*_report_of_block(str(path), config, arguments), *not_plain_json(path)]
     config = _read_block(param_dict, arguments)
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
@@ -144,16 +144,13 @@ def _report_of_variable(arguments: argparse.Namespace) -> list[str]:
     if not environment.is_set():
         raise ConfigError(f"{VARIABLE} is not set")
     config = environment.parse({}, load_codecs=arguments.load_codecs)
-    return _report_of_block(VARIABLE, None, config, arguments)
+    return _report_of_block(VARIABLE, config, arguments)
 
 
 def _report_of_block(
-    source: str, written: object, config: QuantizedCommConfig | None, arguments: argparse.Namespace
+    source: str, config: QuantizedCommConfig | None, arguments: argparse.Namespace
 ) -> list[str]:
-    """Describe a block without a DeepSpeed config, in bf16.
-
-    written: the block as the user wrote it, if known.
-    """
+    """Describe a block without a DeepSpeed config, in bf16."""
     if config is None:
         return [f"{source}: {KEY} is disabled"]
     stage = 3  # FSDP2 shards what ZeRO-3 does

@@ -389,7 +389,7 @@ def test_no_reduce_scatter_waits_for_the_sums_of_other_nodes(waits: bool) -> Non
 
 # Without a node shard or replicas a gather or reduction is waited for on the stream that has posted
 # it, so its memory needs no record and a control has none to lose. Not so where the user unshards
-# modules ahead: the next gather, on FSDP2's stream, waits for the hop of those before between nodes.
+# modules ahead: the next gather, on FSDP2's stream, waits for their hop between nodes.
 WITHOUT_RECORDS = {
     "qsdp": Case("qsdp", prefetch=True),
     "qsdp, unshard asynchronously": Case(

@@ -27,7 +27,7 @@ from torch import Tensor
 from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.schema import parse_block
-from ds_quant.kernels.batch import OWN_SIGNS, Encode, Sum
+from ds_quant.kernels.batch import OWN_SIGNS, Encode, Offsets, Sum
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.kernels.wire import round_up
@@ -61,7 +61,7 @@ def sum_of(
     encode = []
     for node in range(nodes):
         operation = Encode(codec, numel, 0, 1, node, block, bool(flips))
-        encode.append((operation, (node * numel, node * row_bytes, 0)))
+        encode.append((operation, Offsets(values=node * numel, wire=node * row_bytes)))
     add = Sum(
         codec,
         numel,
@@ -75,7 +75,7 @@ def sum_of(
         block=block,
         flips=OWN_SIGNS if own_signs else flips,
     )
-    for tasks in (encode, [(add, (0, 0, 0))]):
+    for tasks in (encode, [(add, Offsets())]):
         Operations(tasks).run([gradients.reshape(-1), wire, total], rng_state)
     return total
 

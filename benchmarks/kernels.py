@@ -28,7 +28,7 @@ import torch
 from ds_quant.codec.bound import BoundCodec, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
 from ds_quant.kernels import dispatch, lossless
-from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
+from ds_quant.kernels.batch import Decode, Encode, Offsets, Recode, Sum, Task
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
@@ -135,7 +135,7 @@ class Bench:
         buffers = [self.random(numel, dtype), self.bytes(codec.wire_bytes(numel))]
         name = "rotate and encode" if block else "encode"
         operation = Encode(codec, numel, values=0, wire=1, stream=0, block=block)
-        return self.tasks(name, codec, [(operation, (0, 0, 0))], buffers)
+        return self.tasks(name, codec, [(operation, Offsets())], buffers)
 
     def table(self, codec: GroupCodec, numel: int, dtype: torch.dtype, jobs: int) -> Operation:
         """Encode `jobs` tensors in one launch."""
@@ -155,7 +155,7 @@ class Bench:
         tasks: list[Task] = []
         for index in range(count):
             operation = Encode(codec, numel - index % 2, values=0, wire=1, stream=0)
-            tasks.append((operation, (index * room, index * wire_bytes, 0)))
+            tasks.append((operation, Offsets(values=index * room, wire=index * wire_bytes)))
         return tasks, buffers
 
     def decode(self, codec: Codec, numel: int, dtype: torch.dtype, sources: int = 1) -> Operation:
@@ -163,9 +163,9 @@ class Bench:
         buffers = [self.wire(codec, numel, sources), torch.empty_like(self.random(numel, dtype))]
         if sources == 1:
             decode = Decode(codec, numel, wire=0, values=1, stream=0)
-            return self.tasks("decode", codec, [(decode, (0, 0))], buffers)
+            return self.tasks("decode", codec, [(decode, Offsets())], buffers)
         decode_sum = sum_of(codec, numel, sources, codec.wire_bytes(numel))
-        return self.tasks(f"decode_sum of {sources}", codec, [(decode_sum, (0, 0, 0))], buffers)
+        return self.tasks(f"decode_sum of {sources}", codec, [(decode_sum, Offsets())], buffers)
 
     def recode(self, source: GroupCodec, codec: GroupCodec, numel: int) -> Operation:
         """Encode the sum of SOURCES rows."""
@@ -185,7 +185,7 @@ class Bench:
         return self.tasks(
             f"recode of {SOURCES}",
             codec,
-            [(operation, (0, 0, 0, 0))],
+            [(operation, Offsets())],
             buffers,
             label=f"{source.name} -> {codec.name}",
         )

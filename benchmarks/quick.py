@@ -24,7 +24,7 @@ from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
-from ds_quant.kernels.batch import Decode, Encode
+from ds_quant.kernels.batch import Decode, Encode, Offsets
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.policy import cost
 from ds_quant.policy.model import block_param_specs
@@ -252,7 +252,7 @@ def _runner(
     operation: Encode | Decode, codec: GroupCodec, block: int
 ) -> Callable[[Tensor, Tensor], object]:
     """Return a call that encodes its first tensor into its second."""
-    operations = Operations([(operation, (0, 0, 0))])
+    operations = Operations([(operation, Offsets())])
     rotation = Rotation(block=block) if block else None
     rng_state = RngState([BoundCodec(codec, kernels.ADDRESS)], [rotation])
     return lambda values, wire: operations.run([values, wire], rng_state)

@@ -38,8 +38,8 @@
 static_assert(DSQ_ROTATION == 0 || (DSQ_RUN == 4 && DSQ_FACTOR), "rotated runs of 32 elements");
 
 #if DSQ_FLIPS == 2
-// Rotates source k back, but for the factor; its signs are those of vector k + 1.
-struct TurnSource {
+// Rotates source k back, without the factor; its sign flips are those of vector k + 1.
+struct RotateSourceBack {
     u64 key, step;
 
     DSQ_MEMBER void operator()(u64 k, float (&x)[DSQ_RUN][8]) const {
@@ -159,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
 
     float sum[DSQ_RUN][8];
 #if DSQ_FLIPS == 2
-    sum_run(source, j, sum, TurnSource{job.flips_low, job.flips_high});
+    sum_run(source, j, sum, RotateSourceBack{job.flips_low, job.flips_high});
 #else
-    sum_run(source, j, sum, AsItIs());
+    sum_run(source, j, sum, Unchanged());
 #endif
     finish(sum, job);
 

@@ -134,8 +134,8 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
 #if DSQ_ROUNDING == DSQ_LEARNED
     load_middles((const float*)job.levels);
 #endif
-    const bool stays = DSQ_ROTATION && wire.end == 0;
-    if (block == 0 && !stays) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
+    const bool keeps_fp32 = DSQ_ROTATION && wire.end == 0;
+    if (block == 0 && !keeps_fp32) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
 
     const u8* values = (const u8*)(job.values + row * job.values_stride);
     const u64 end = (tile.group + slot_group(DSQ_SLOTS - 1) + 1) * DSQ_GROUP;
@@ -160,7 +160,7 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
         held.vector[i / 8].w[i % 8] = bits_of(x);
     }
     if (DSQ_ROTATION) rotate(held, job, tile);
-    if (stays) {
+    if (keeps_fp32) {
         store_values(held, tile, wire);
         return;
     }

@@ -45,8 +45,8 @@ extern "C" __global__ void DSQ_BOUNDS recode(DSQ_JOB_PARAMETERS(RecodeJob)) {
 #if DSQ_ROUNDING == DSQ_LEARNED
     load_middles((const float*)job.levels);
 #endif
-    const bool stays = wire.end == 0;
-    if (block == 0 && !stays) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
+    const bool keeps_fp32 = wire.end == 0;
+    if (block == 0 && !keeps_fp32) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
 
     Held<DSQ_FP32> held;
     DSQ_UNROLL
@@ -58,11 +58,11 @@ extern "C" __global__ void DSQ_BOUNDS recode(DSQ_JOB_PARAMETERS(RecodeJob)) {
         if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= wire.vectors)) j = first;
         if (!DSQ_WHOLE && j >= wire.vectors) j = 0;
         float sum[DSQ_RUN][8];
-        sum_run(source, j, sum, AsItIs());
+        sum_run(source, j, sum, Unchanged());
         DSQ_UNROLL
         for (int k = 0; k < DSQ_RUN; ++k) held.vector[i + k].set(sum[k]);
     }
-    if (stays) {
+    if (keeps_fp32) {
         store_values(held, tile, wire);
         return;
     }

@@ -192,12 +192,12 @@ DSQ_DEVICE void load_own(const SourceRow& row, u64 j, float (&x)[DSQ_RUN][8]) {
 }
 
 // What becomes of source k before it is added.
-struct AsItIs {
+struct Unchanged {
     DSQ_MEMBER void operator()(u64, float (&)[DSQ_RUN][8]) const {}
 };
 
-template <typename Turn>
-DSQ_DEVICE void sum_run(const SourceRow& row, u64 j, float (&sum)[DSQ_RUN][8], Turn turn) {
+template <typename Transform>
+DSQ_DEVICE void sum_run(const SourceRow& row, u64 j, float (&sum)[DSQ_RUN][8], Transform transform) {
     const u8* source = row.bytes;
 #if DSQ_SOURCES
     DSQ_UNROLL
@@ -215,7 +215,7 @@ DSQ_DEVICE void sum_run(const SourceRow& row, u64 j, float (&sum)[DSQ_RUN][8], T
             DSQ_UNROLL
             for (int v = 0; v < DSQ_RUN; ++v) run.decode(v, x[v]);
         }
-        turn(k, x);
+        transform(k, x);
         DSQ_UNROLL
         for (int i = 0; i < DSQ_RUN * 8; ++i) {
             float& total = sum[i / 8][i % 8];

@@ -27,7 +27,7 @@ struct WireJob {
     u64 numel;  // elements of a row on the wire
 };
 
-// Where the random bits, tables and signs of an encode come from.
+// Rows of values, and the random bits, tables and signs of their codes.
 struct EncodeJob {
     u64 first_block, row_blocks;  // table only: first block of the job, blocks of a row
     WireJob wire;
@@ -41,9 +41,9 @@ struct EncodeJob {
 struct SumJob {
     u64 first_block, row_blocks;
     WireJob wire;  // stride: from one output row to the next
-    u64 sources, source_stride;  // wire rows that are added up, and the way from one to the next
+    u64 sources, source_stride;  // rows that are added up, bytes from one to the next
     u64 values, values_stride, numel;  // written
-    u64 own, own_values;  // source that counts as these fp32 values; own >= sources for none
+    u64 own, own_values;  // index and fp32 values of this rank's own row; own >= sources for none
     u64 factor;  // bits of an fp32: multiplies the sum
     u64 levels;
     u64 flips_low, flips_high;  // DSQ_FLIPS 2: key and step of the signs of every source
@@ -62,9 +62,9 @@ struct RecodeJob {
 struct CastJob {
     u64 first_block, row_blocks;
     u64 source, source_row;  // read; from one output row to the next
-    u64 sources, source_stride;  // that are added up, and the way from one to the next
+    u64 sources, source_stride;  // rows that are added up, bytes from one to the next
     u64 values, values_stride, numel, padded;  // written; zeros from numel to padded
-    u64 own, own_values;  // source that counts as these fp32 values; own >= sources for none
+    u64 own, own_values;  // index and fp32 values of this rank's own row; own >= sources for none
     u64 factor;  // bits of an fp32: multiplies the sum
     u64 source_type, values_type;  // DSQ_FP32, DSQ_BF16 or DSQ_FP16
     u64 is_copy;  // one source of the same type, and nothing is multiplied
@@ -74,8 +74,8 @@ struct LosslessJob {
     u64 first_block, row_blocks;
     u64 values, reference, wire;  // values: read by the sender, written by the receiver
     u64 numel;
-    u64 nbytes;  // sender: where its bytes are told, 0 before; receiver: how many there are
-    u64 status;  // receiver: u32 problem, u32 checksum found - checksum told, both 0 before
+    u64 nbytes;  // sender: address of the number of its bytes, 0 before; receiver: that number
+    u64 status;  // receiver: u32 problem, u32 checksum computed - checksum sent, both 0 before
 };
 
 #if DSQ_TABLE
@@ -87,18 +87,18 @@ struct Jobs {
 
 #define DSQ_JOB_PARAMETERS(Job) DSQ_ARGUMENT(Jobs<Job>) table
 // The last job that begins at this block or before it.
-#define DSQ_FIND_JOB(Job)                                                                   \
-    const u32 own = blockIdx.x + (u32)table.begin;                                          \
-    u32 found = 0;                                                                          \
-    DSQ_NO_UNROLL                                                                           \
-    for (u32 behind = (u32)table.count; behind - found > 1;) {                              \
-        const u32 middle = (found + behind) / 2;                                            \
-        if ((u32)table.list[middle].first_block <= own) found = middle;                     \
-        else behind = middle;                                                               \
-    }                                                                                       \
-    const Job& job = table.list[found];                                                     \
-    const u32 place = own - (u32)job.first_block, row_blocks = (u32)job.row_blocks;         \
-    const u64 row = place / row_blocks, block = place % row_blocks;
+#define DSQ_FIND_JOB(Job)                                                                        \
+    const u32 launch_block = blockIdx.x + (u32)table.begin;                                      \
+    u32 found = 0;                                                                               \
+    DSQ_NO_UNROLL                                                                                \
+    for (u32 end = (u32)table.count; end - found > 1;) {                                         \
+        const u32 middle = (found + end) / 2;                                                    \
+        if ((u32)table.list[middle].first_block <= launch_block) found = middle;                 \
+        else end = middle;                                                                       \
+    }                                                                                            \
+    const Job& job = table.list[found];                                                          \
+    const u32 job_block = launch_block - (u32)job.first_block, row_blocks = (u32)job.row_blocks; \
+    const u64 row = job_block / row_blocks, block = job_block % row_blocks;
 #else
 #define DSQ_JOB_PARAMETERS(Job) const Job job
 #define DSQ_FIND_JOB(Job) const u64 block = blockIdx.x, row = blockIdx.y;

@@ -7,7 +7,6 @@ no rotation back; where nodes have signs of their own, the last sum rotates each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.codec import CastCodec, Codec
-from ds_quant.kernels.batch import Decode, Encode, Operation, Sum
+from ds_quant.kernels.batch import Decode, Encode, Offsets, Operation, Sum
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.reference import Rotation
@@ -138,9 +137,13 @@ def encode(
     flips = rotation is not None and rotation.flips is not None
     operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, None if base is None else 2)
     buffers = [x.detach(), out, *([] if base is None else [base.detach()])]
-    steps = [buffer.stride(0) for buffer in buffers]
-    steps.insert(2, 0 if address is None else address.vectors_per_row(operation.on_wire))
-    _run(operation, len(x), steps, buffers, BoundCodec(codec, address, levels), rotation, backend)
+    step = Offsets(
+        values=x.stride(0),
+        wire=out.stride(0),
+        base=0 if base is None else base.stride(0),
+        vector=0 if address is None else address.vectors_per_row(operation.on_wire),
+    )
+    _run(operation, len(x), step, buffers, BoundCodec(codec, address, levels), rotation, backend)
 
 
 def decode(
@@ -154,8 +157,9 @@ def decode(
 ) -> None:
     """Decode every row and cast once to the dtype of ``out``."""
     operation = Decode(codec, out.shape[1], 0, 1, 0, add)
-    buffers, steps = [wire, out.detach()], [wire.stride(0), out.stride(0)]
-    _run(operation, len(out), steps, buffers, BoundCodec(codec, None, levels), None, backend)
+    buffers = [wire, out.detach()]
+    step = Offsets(wire=wire.stride(0), values=out.stride(0))
+    _run(operation, len(out), step, buffers, BoundCodec(codec, None, levels), None, backend)
 
 
 def decode_sum(
@@ -192,13 +196,13 @@ def decode_sum(
         scale=scale,
     )
     buffers = [wire, out.detach(), values.float()]
-    _run(operation, 1, [0] * 3, buffers, BoundCodec(codec, None, levels), rotation, backend)
+    _run(operation, 1, Offsets(), buffers, BoundCodec(codec, None, levels), rotation, backend)
 
 
 def _run(
     operation: Operation,
     rows: int,
-    steps: Sequence[int],
+    step: Offsets,
     buffers: list[Tensor],
     bound_codec: BoundCodec,
     rotation: Rotation | None,
@@ -208,5 +212,5 @@ def _run(
     table = bound_codec.codec.table(bound_codec.levels, buffers[0].device)
     bound_codec = bound_codec._replace(levels=None if bound_codec.levels is None else table)
     rows *= operation.numel > 0
-    tasks = [(operation, tuple(row * step for step in steps)) for row in range(rows)]
+    tasks = [(operation, step.times(row)) for row in range(rows)]
     Operations(tasks).run(buffers, RngState([bound_codec], [rotation]), backend=backend)

@@ -22,7 +22,7 @@ from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.slots import lay_out, row_index
 from ds_quant.comm.transport import Communicator, Pending
-from ds_quant.kernels.batch import Decode, Encode, Task
+from ds_quant.kernels.batch import Decode, Encode, Offsets, Task
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import ALIGNMENT, ceil_div, shard_range
 
@@ -195,9 +195,8 @@ def _encode_task(item: GatherSlice, slot: int) -> Task:
         stream=item.stream,
         base=_TENSORS + target if item.is_difference else None,
     )
-    if item.is_difference:
-        return operation, (start, slot, item.vector, target_start)
-    return operation, (start, slot, item.vector)
+    base_start = target_start if item.is_difference else 0
+    return operation, Offsets(values=start, base=base_start, wire=slot, vector=item.vector)
 
 
 def _decode_task(item: GatherSlice, slot: int) -> Task:
@@ -211,7 +210,7 @@ def _decode_task(item: GatherSlice, slot: int) -> Task:
         stream=item.stream,
         add=item.is_difference,
     )
-    return operation, (slot, target_start)
+    return operation, Offsets(wire=slot, values=target_start)
 
 
 # ---- gathers of shards ----

@@ -51,7 +51,7 @@ from ds_quant.comm.reduction_plan import (
 from ds_quant.comm.slots import lay_out
 from ds_quant.comm.small_tensors import is_tight, padded
 from ds_quant.comm.transport import Communicator, keep_for_current_stream
-from ds_quant.kernels.batch import Decode, Encode
+from ds_quant.kernels.batch import Decode, Encode, Offsets
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 
@@ -402,14 +402,14 @@ def _delivery(
     encode = Operations(
         (
             Encode(codecs[s.gradient], s.numel, values=1, wire=0, stream=s.gradient),
-            (s.total, slot, _DELIVERED + VECTORS_PER_ELEMENT * s.first),
+            Offsets(values=s.total, wire=slot, vector=_DELIVERED + VECTORS_PER_ELEMENT * s.first),
         )
         for s, slot in outgoing_slots
     )
     decode = Operations(
         (
             Decode(codecs[s.gradient], s.numel, wire=0, values=1, stream=s.gradient),
-            (slot, s.total),
+            Offsets(wire=slot, values=s.total),
         )
         for s, slot in incoming_slots
     )

@@ -29,7 +29,7 @@ from ds_quant.codec.codec import Codec, GroupCodec
 from ds_quant.comm.slots import lay_out, row_vector
 from ds_quant.comm.small_tensors import is_tight
 from ds_quant.comm.transport import Communicator
-from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
+from ds_quant.kernels.batch import Encode, Offsets, Recode, Rotate, Sum, Task
 from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
 
@@ -417,7 +417,7 @@ class _Compiler:
                 block=spec.block,
                 flips=bool(spec.flips),
             )
-            return from_tensor, (segment.start, slot, vector)
+            return from_tensor, Offsets(values=segment.start, wire=slot, vector=vector)
         if self._partial_offsets is not None:
             from_partial_sum = Encode(
                 spec.codecs[depth],
@@ -426,7 +426,8 @@ class _Compiler:
                 wire=WIRE,
                 stream=segment.gradient,
             )
-            return from_partial_sum, (self._partial_offsets[index], slot, vector)
+            start = self._partial_offsets[index]
+            return from_partial_sum, Offsets(values=start, wire=slot, vector=vector)
         sources, own_place = self._sources(depth)
         recode = Recode(
             spec.codecs[depth - 1],
@@ -441,7 +442,7 @@ class _Compiler:
             own=OWN_BEFORE,
             block=spec.block,
         )
-        return recode, (self._slots[index], slot, self._own_offsets.get(index, 0), vector)
+        return recode, self._arrived(index)._replace(wire=slot, vector=vector)
 
     def _own_contribution(self, index: int, offset: int, depth: int) -> Task:
         """Plan this rank's own contribution: its rotated values, or its sum of the previous hop."""
@@ -459,9 +460,9 @@ class _Compiler:
             block=spec.block,
             flips=bool(spec.flips),
         )
-        return rotate, (segment.start, offset)
+        return rotate, Offsets(values=segment.start, rotated=offset)
 
-    def _partial_sum(self, index: int, depth: int, offset: int) -> tuple[Sum, tuple[int, ...]]:
+    def _partial_sum(self, index: int, depth: int, offset: int) -> tuple[Sum, Offsets]:
         """Plan the sum of the messages of the hop before ``depth``, still rotated and unscaled."""
         segment = self._segments[index]
         sources, own_place = self._sources(depth)
@@ -476,7 +477,7 @@ class _Compiler:
             own_row=own_place,
             own=OWN_BEFORE,
         )
-        return operation, (self._slots[index], offset, self._own_offsets.get(index, 0))
+        return operation, self._arrived(index)._replace(values=offset)
 
     def _final_sum(self, index: int) -> Task:
         """Plan the sum of the messages of the last hop, rotated back and scaled."""
@@ -497,7 +498,11 @@ class _Compiler:
             flips=spec.flips,
             scale=self._scale,
         )
-        return operation, (self._slots[index], segment.total, self._own_offsets.get(index, 0))
+        return operation, self._arrived(index)._replace(values=segment.total)
+
+    def _arrived(self, index: int) -> Offsets:
+        """Return the offsets of a segment in the incoming messages and own contributions."""
+        return Offsets(wire_in=self._slots[index], own=self._own_offsets.get(index, 0))
 
     def _sources(self, depth: int) -> tuple[int, int | None]:
         """Return the number of incoming rows of the hop before ``depth``, and the rank index whose

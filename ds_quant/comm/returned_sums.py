@@ -20,7 +20,7 @@ from ds_quant.comm.message import pack, unpack
 from ds_quant.comm.reduction_plan import GradientSpec
 from ds_quant.comm.slots import lay_out, row_index
 from ds_quant.comm.transport import Communicator, Pending
-from ds_quant.kernels.batch import Encode, Sum, Task
+from ds_quant.kernels.batch import Encode, Offsets, Sum, Task
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import round_up
 
@@ -134,7 +134,8 @@ def _encode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
         block=spec.block,
         flips=bool(spec.flips),
     )
-    return operation, (piece.source, slot, VECTORS_PER_ELEMENT * piece.first)
+    vector = VECTORS_PER_ELEMENT * piece.first
+    return operation, Offsets(values=piece.source, wire=slot, vector=vector)
 
 
 def _decode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
@@ -152,4 +153,4 @@ def _decode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
         block=spec.block,
         flips=spec.flips,
     )
-    return operation, (slot, piece.target, 0)
+    return operation, Offsets(wire_in=slot, values=piece.target)

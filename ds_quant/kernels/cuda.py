@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.batch import Decode, Encode, RngArrays, Task
+from ds_quant.kernels.batch import Decode, Encode, Offsets, RngArrays, Task
 from ds_quant.kernels.launch import ROOM, Launch, Table
 from ds_quant.kernels.launch_batch import compile_tasks
 from ds_quant.kernels.wire import layout_of
@@ -275,11 +275,11 @@ def _probe(runner: Runner) -> None:
     streams = RngArrays(zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     addresses = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.uint64)
     tasks: list[Task] = [
-        (Encode(fmt, 5, values=0, wire=1, stream=0), (0, 0, 0)),
-        (Decode(fmt, 5, wire=1, values=2, stream=0), (0, 0)),
+        (Encode(fmt, 5, values=0, wire=1, stream=0), Offsets()),
+        (Decode(fmt, 5, wire=1, values=2, stream=0), Offsets()),
     ]
-    for operation, places in tasks:
-        alike = [(operation, places), (operation._replace(stream=1), places)]
+    for operation, offsets in tasks:
+        alike = [(operation, offsets), (operation._replace(stream=1), offsets)]
         compile_tasks(alike, buffers, runner.run_tables)(addresses, streams)
     if not torch.equal(x, out):
         raise RuntimeError("a kernel returned wrong numbers")

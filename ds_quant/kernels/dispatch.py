@@ -21,14 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.kernels import cuda, launch_batch, lossless, native, reference
-from ds_quant.kernels.batch import (
-    Encode,
-    Operation,
-    Recode,
-    RngArrays,
-    Runnable,
-    Task,
-)
+from ds_quant.kernels.batch import Buffers, Encode, Operation, Recode, RngArrays, Runnable, Task
 from ds_quant.kernels.launch import MAX_GROUP
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.reference import Rotation
@@ -38,7 +31,6 @@ from ds_quant.kernels.wire import ALIGNMENT
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch")  # by the device of the tensors, or always the reference
-Buffers = Sequence[Tensor]
 
 _WORD = (1 << 64) - 1
 _NO_ADDRESS = Address(key=0, step=0)
@@ -71,45 +63,55 @@ def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
 
 
 def compile_tasks(
-    tasks: Sequence[Task], buffers: Sequence[torch.Tensor], backend: str
+    tasks: Sequence[Task], buffers: Buffers, backend: str
 ) -> tuple[list[Runnable], list[Task]]:
     """Return kernel calls (C++: one per task type, CUDA: one) and the tasks no kernel supports."""
     device = buffers[0].device
     runner = cuda_runner(device, backend)
-    covers: Callable[[Operation, Buffers], bool] | None = None
     if runner is not None:
-        covers = launch_batch.covers
-    elif on_host(device, backend) is native:
-        covers = native.covers
+        covered, left = _split(tasks, buffers, launch_batch.covers)
+        for operation, _ in left:
+            _report_large_groups(operation)
+        if not covered:
+            return [], left
+        return [launch_batch.compile_tasks(covered, buffers, runner.run_tables)], left
+    if on_host(device, backend) is not native:
+        return [], list(tasks)
+    covered, left = _split(tasks, buffers, native.covers)
     kinds: dict[Hashable, list[Task]] = {}
-    left = []
-    for task in tasks:
-        operation = task[0]
-        if covers is None or _has_user_codec(operation) or not covers(operation, buffers):
-            codec = operation.codec
-            if runner is not None and codec.kind == "groups" and codec.group_size > MAX_GROUP:
-                _report_large_groups(codec.group_size)
-            left.append(task)
-        elif runner is not None:
-            kinds.setdefault("any", []).append(task)
-        else:
-            has_base = isinstance(operation, Encode) and operation.base is not None
-            kinds.setdefault((type(operation), has_base), []).append(task)
-    if runner is not None:
-        run_tables = runner.run_tables
-        return [launch_batch.compile_tasks(k, buffers, run_tables) for k in kinds.values()], left
+    for task in covered:
+        operation, _ = task
+        kinds.setdefault((type(operation), *operation.reads()), []).append(task)
     return [native.compile_tasks(alike, buffers) for alike in kinds.values()], left
+
+
+def _split(
+    tasks: Sequence[Task], buffers: Buffers, covers: Callable[[Operation, Buffers], bool]
+) -> tuple[list[Task], list[Task]]:
+    """Split tasks into those that kernels cover and the others."""
+    covered: list[Task] = []
+    left: list[Task] = []
+    for task in tasks:
+        operation, _ = task
+        is_covered = not _has_user_codec(operation) and covers(operation, buffers)
+        (covered if is_covered else left).append(task)
+    return covered, left
 
 
 def _has_user_codec(operation: Operation) -> bool:
     """Return True if a codec of the operation is written in Python by the user."""
-    if isinstance(operation, Recode) and operation.source.kind == "module":
-        return True
-    return operation.codec.kind == "module"
+    return any(codec.kind == "module" for codec in operation.codecs().values())
+
+
+def _report_large_groups(operation: Operation) -> None:
+    """Warn once if groups of the operation's codec are too large for the kernels."""
+    codec = operation.codec
+    if codec.kind == "groups" and codec.group_size > MAX_GROUP:
+        _warn_of_group_size(codec.group_size)
 
 
 @cache
-def _report_large_groups(group_size: int) -> None:
+def _warn_of_group_size(group_size: int) -> None:
     logger.warning(
         "ds_quant: group_size = %d takes the slower torch path, CUDA kernels go up to %d",
         group_size,
@@ -177,32 +179,20 @@ class RngState:
             if rotation is not None and rotation.signs is not None:
                 flips = rotation.flips or 0
                 signs = rotation.signs
-            rows.append(
-                (
-                    address.key,
-                    address.step,
-                    address.first_vector,
-                    0 if table is None else table.data_ptr(),
-                    flips & _WORD,
-                    flips >> 64,
-                    signs.key,
-                    signs.step,
-                )
+            row = (
+                address.key,
+                address.step,
+                address.first_vector,
+                0 if table is None else table.data_ptr(),
+                flips & _WORD,
+                flips >> 64,
+                signs.key,
+                signs.step,
             )
+            rows.append(row)
             tables.append(table)
         columns = np.array(rows, dtype=np.uint64).reshape(-1, 8).T
-        key, step, first_vector, levels, flips_low, flips_high, signs_key, signs_step = columns
-        return RngArrays(
-            key=key,
-            step=step,
-            first_vector=first_vector,
-            levels=levels,
-            flips_low=flips_low,
-            flips_high=flips_high,
-            signs_key=signs_key,
-            signs_step=signs_step,
-            tensors=tables,
-        )
+        return RngArrays.of(columns, tables)
 
 
 Note = Callable[..., None]  # called with every encoded message: ``comm.traffic.Tally.add``
@@ -248,27 +238,28 @@ class Operations:
                 addresses = np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
                 for run in kernels:
                     run(addresses, rng_state.arrays)
-            for operation, places in left:
-                TorchTask(operation, places, buffers, rng_state).run()
+            for operation, offsets in left:
+                TorchTask(operation, offsets, buffers, rng_state).run()
         if note is not None:
             for task in self.tasks:
                 _note(task, buffers, rng_state, note, backend)
 
 
 def _note(task: Task, buffers: Buffers, rng_state: RngState, note: Note, backend: str) -> None:
-    operation, places = task
-    if not isinstance(operation, Encode | Recode):
+    """Report the message of a task, if it writes one, with the values that were encoded."""
+    operation, offsets = task
+    if not isinstance(operation, Encode | Recode):  # writes no message
         return
-    piece = TorchTask(operation, places, buffers, rng_state)
+    piece = TorchTask(operation, offsets, buffers, rng_state)
     bound_codec = rng_state.bound_codecs[operation.stream]
     reference_values = None
     values: Tensor | Callable[[], Tensor]
     if isinstance(operation, Recode):
         values = partial(piece.restored, operation)  # made only when it is read
     else:
-        values = piece.elements(operation.values, places[0])
+        values = piece.elements(operation.values, offsets.values)
         if operation.base is not None:
-            reference_values = piece.elements(operation.base, places[3])
+            reference_values = piece.elements(operation.base, offsets.base)
         is_difference = operation.base is not None
         if bound_codec.difference != is_difference:
             bound_codec = bound_codec._replace(difference=is_difference)

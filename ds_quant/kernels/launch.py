@@ -152,6 +152,16 @@ def wire_fields(name: str, layout: WireLayout) -> dict[str, int]:
     }
 
 
+def sum_fields(numel: int, sources: int, factor: float) -> dict[str, int]:
+    """Fields of a sum of rows of the wire, none of which is this rank's own."""
+    return {
+        "numel": numel,
+        "sources": sources,
+        "factor": float_bits(factor),
+        "own": NO_SOURCE,
+    }
+
+
 # ---- which threads of a block hold which elements ----
 
 # The numbers behind cuda/include/tile.cuh. They are handed over as macros, so that the grid of a
@@ -263,8 +273,12 @@ def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
 
 # A rotation as a pair: its block, 0 for none, and the sign flips: 0 none, 1 those of the stream,
 # 2 (sums only) those of every source.
-NOT_TURNED = (0, 0)
-_ROTATION_MACROS = ("DSQ_ROTATION", "DSQ_FLIPS")
+NO_ROTATION = (0, 0)
+
+
+def rotation_macros(rotation: tuple[int, int]) -> dict[str, int]:
+    block, flips = rotation
+    return {"DSQ_ROTATION": block, "DSQ_FLIPS": flips}
 
 
 def _sorted(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -303,17 +317,20 @@ def encode_plan(
     dtype: torch.dtype,
     base_dtype: torch.dtype | None,
     rotation: tuple[int, int],
-    is_easy: bool,
+    is_aligned: bool,
 ) -> Plan:
-    """Plan launches on rows of ``numel`` elements; is_easy: aligned ones."""
+    """Plan launches on rows of ``numel`` elements.
+
+    is_aligned: rows of values begin at multiples of 16 bytes.
+    """
     block = rotation[0]
     layout = layout_of(fmt, round_up(numel, block or 1))
     tiles = tiling(fmt.group_size, ROTATION_RUN if block or fmt.is_gaussian else 1)
-    macros = encode_macros(fmt, tiles) | dict(zip(_ROTATION_MACROS, rotation, strict=True))
+    macros = encode_macros(fmt, tiles) | rotation_macros(rotation)
     macros |= {
         "DSQ_VALUES": DTYPES[dtype],
         "DSQ_BASE": -1 if base_dtype is None else DTYPES[base_dtype],
-        "DSQ_WHOLE": int(is_easy and numel % (tiles.block_groups * fmt.group_size) == 0),
+        "DSQ_WHOLE": int(is_aligned and numel % (tiles.block_groups * fmt.group_size) == 0),
     }
     fields = wire_fields("wire", layout) | {"numel": numel}
     blocks = ceil_div(layout.num_groups, tiles.block_groups)
@@ -330,31 +347,33 @@ def sum_plan(
     has_own: bool,
     rotation: tuple[int, int],
     add: bool,
-    is_easy: bool,
+    is_aligned: bool,
 ) -> Plan:
     """Plan launches that add up rows, or decode single ones, as ``encode_plan`` does."""
     block, flips = rotation
     layout = layout_of(fmt, round_up(numel, block or 1))
-    stores = stores_of(fmt.bits, fmt.group_size, sources)
-    vectors = ROTATION_RUN if block else stores.run
-    threads = sum_threads(vectors)
+    stores = _stores(fmt, sources, block)
+    threads = sum_threads(stores.run)
     unrolled = 0 if flips == OWN_SIGNS else sources  # that is much code for each source
-    macros = source_macros(fmt, unrolled, has_own)
-    macros |= dict(zip(_ROTATION_MACROS, rotation, strict=True))
+    macros = source_macros(fmt, unrolled, has_own) | rotation_macros(rotation)
     macros |= {
-        "DSQ_RUN": vectors,
+        "DSQ_RUN": stores.run,
         "DSQ_THREADS": threads,
         "DSQ_VALUES": DTYPES[dtype],
         "DSQ_ADD": int(add),
         "DSQ_STAGED": int(stores.staged),
         "DSQ_FACTOR": int(scale != 1.0 or block > 0),
-        "DSQ_WHOLE": int(is_easy and numel % (vectors * VECTOR_NUMEL * threads) == 0),
+        "DSQ_WHOLE": int(is_aligned and numel % (stores.run * VECTOR_NUMEL * threads) == 0),
     }
-    fields = wire_fields("wire", layout)
-    fields |= {"numel": numel, "sources": sources, "own": NO_SOURCE}
-    fields["factor"] = float_bits(scale / (block or 1))
-    blocks = ceil_div(ceil_div(layout.numel, VECTOR_NUMEL), vectors * threads)
+    fields = wire_fields("wire", layout) | sum_fields(numel, sources, scale / (block or 1))
+    blocks = ceil_div(ceil_div(layout.numel, VECTOR_NUMEL), stores.run * threads)
     return Plan("decode_sum", _sorted(macros), blocks, threads, fields)
+
+
+def _stores(fmt: Format, sources: int, block: int) -> Stores:
+    """Choose the stores of a sum; the runs of a rotated one are as long as those of a rotation."""
+    stores = stores_of(fmt.bits, fmt.group_size, sources)
+    return stores._replace(run=ROTATION_RUN) if block else stores
 
 
 @lru_cache(maxsize=_PLANS)
@@ -383,15 +402,11 @@ def cast_plan(
 ) -> Plan:
     """Plan launches that cast rows to ``dtype``, filled up with zeros, or add them up."""
     is_copy = source == dtype and sources == 1 and not has_own and scale == 1.0
-    fields = {
-        "numel": numel,
+    fields = sum_fields(numel, sources, scale) | {
         "padded": padded,
-        "sources": sources,
-        "factor": float_bits(scale),
         "source_type": DTYPES[source],
         "values_type": DTYPES[dtype],
         "is_copy": int(is_copy),
-        "own": NO_SOURCE,
     }
     blocks = ceil_div(padded, VECTOR_NUMEL * THREADS)
     return Plan("cast", (("DSQ_THREADS", THREADS),), blocks, THREADS, fields)

@@ -15,36 +15,100 @@ import torch
 from ds_quant.kernels import launch
 from ds_quant.kernels.batch import (
     FLIPS,
-    RANDOM,
+    MESSAGES,
+    NUMBERS,
+    RANDOM_BITS,
     Arguments,
+    Buffers,
     Decode,
     Encode,
     Job,
+    Numbers,
     Operation,
-    Places,
     Recode,
     RngArrays,
     Rotate,
     Rows,
     Runnable,
+    Struct,
     Sum,
     Task,
-    at,
+    has_dtypes_of_kernels,
+    is_single,
+    job_of,
+    operands_of,
+    pointer,
     rows_of,
+    source_of,
+    target_of,
 )
 from ds_quant.kernels.launch import NO_SOURCE, Table
 from ds_quant.kernels.lossless import HEADER, PROBLEMS, blocks_of
 from ds_quant.kernels.wire import (
     ALIGNMENT,
-    FP32_BYTES,
+    Codec,
+    Format,
     cast_of,
     groups_of,
-    layout_of,
     without_user_codec,
 )
 
-Buffers = Sequence[torch.Tensor]
 RunTables = Callable[[Sequence[Table]], None]
+
+
+# ---- operations that kernels carry out ----
+
+
+_IN_VECTORS = (*MESSAGES, "rotated")  # operands that kernels access in whole vectors
+
+
+def covers(operation: Operation, buffers: Buffers) -> bool:
+    """Return True if kernels take its codecs and dtypes, and its messages are aligned."""
+    if not _takes_codecs(operation) or not has_dtypes_of_kernels(operation, buffers):
+        return False
+    operands = operands_of(operation)
+    in_vectors = [buffers[operands[name]] for name in _IN_VECTORS if name in operands]
+    return all(buffer.data_ptr() % ALIGNMENT == 0 for buffer in in_vectors)
+
+
+def _takes_codecs(operation: Operation) -> bool:
+    """Return True if there is a kernel for the codecs. Casts are neither rotated nor added."""
+    numbers = operation.numbers()
+    codecs = [without_user_codec(codec) for codec in operation.codecs().values()]
+    formats = [codec for codec in codecs if codec.kind == "groups"]
+    if len(formats) == len(codecs):
+        return all(launch.supports(fmt, numbers.block) for fmt in formats)
+    is_plain = not numbers.block and not numbers.add and "base" not in operation.reads()
+    return not formats and is_plain
+
+
+def _is_cast(operation: Operation) -> bool:
+    """Return True for numbers that are cast, or added up in fp32: nothing is encoded."""
+    messages = [codec for name, codec in operation.codecs().items() if name in MESSAGES]
+    return not operation.numbers().block and all(codec.kind == "cast" for codec in messages)
+
+
+def _fused_codec(operation: Operation) -> Format | None:
+    """Return the codec of the Recode tasks that a sum is launched with; None for others."""
+    codec = operation.fuse_with if isinstance(operation, Sum) else None
+    if codec is None or codec.kind != "groups" or not launch.supports(codec):
+        return None
+    return codec
+
+
+def _is_aligned(rows: Rows, buffers: Buffers) -> bool:
+    """Return True if all rows of numbers begin at multiples of 16 bytes."""
+    for name, buffer in operands_of(rows.operation).items():
+        if name not in NUMBERS:
+            continue
+        _, first = pointer(buffers, buffer, getattr(rows.first, name))
+        _, stride = pointer(buffers, buffer, getattr(rows.step, name))
+        if (buffers[buffer].data_ptr() + first) % ALIGNMENT or stride % ALIGNMENT:
+            return False
+    return True
+
+
+# ---- tables of jobs ----
 
 
 class _Work(NamedTuple):
@@ -55,59 +119,11 @@ class _Work(NamedTuple):
     job: Job
 
 
-def covers(operation: Operation, buffers: Buffers) -> bool:
-    """Return True if kernels take its codecs and dtypes, and its messages are aligned."""
-    if not _takes_codecs(operation):
-        return False
-    if not all(buffers[wire].data_ptr() % ALIGNMENT == 0 for wire in _wires(operation)):
-        return False
-    if isinstance(operation, Recode):
-        return True
-    if isinstance(operation, Encode) and operation.base is not None:
-        if buffers[operation.base].dtype not in launch.DTYPES:
-            return False
-    return buffers[operation.values].dtype in launch.DTYPES
-
-
-def _wires(operation: Operation) -> tuple[int, ...]:
-    """Buffers that kernels access in whole vectors."""
-    if isinstance(operation, Recode):
-        return operation.wire, operation.wire_in
-    if isinstance(operation, Sum):
-        return (operation.wire_in,)
-    if isinstance(operation, Rotate):
-        return (operation.rotated,)
-    return (operation.wire,)
-
-
-def _takes_codecs(operation: Operation) -> bool:
-    """Return True if there is a kernel for the codecs; casts do nothing else."""
-    codecs = [without_user_codec(operation.codec)]
-    if isinstance(operation, Recode):
-        codecs.append(without_user_codec(operation.source))
-    formats = [codec for codec in codecs if codec.kind == "groups"]
-    if len(formats) == len(codecs):
-        block = _rotation(operation)[0]
-        return all(launch.supports(fmt, block) for fmt in formats)
-    return not formats and _only_casts(operation)
-
-
-def _only_casts(operation: Operation) -> bool:
-    """Return True if numbers are neither rotated nor added to others."""
-    if isinstance(operation, Decode):
-        return not operation.add
-    if isinstance(operation, Encode) and operation.base is not None:
-        return False
-    return not operation.block
-
-
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables) -> Runnable:
     """Compile tasks for buffers of the same dtypes and alignment."""
-    rows = rows_of((task for task in tasks if isinstance(task[0], Encode | Decode)), 1)
-    rows += [Rows(*task) for task in tasks if not isinstance(task[0], Encode | Decode)]
     alike: dict[Hashable, list[_Work]] = {}
-    for row in rows:
-        work = _work_of(row, buffers)
+    for rows in rows_of(sorted(tasks, key=is_single)):
+        work = _work_of(rows, buffers)
         macros = tuple(macro for macro in work.plan.macros if macro[0] != "DSQ_WHOLE")
         alike.setdefault((work.plan.kernel, macros), []).append(work)
     tables, filled = [], []
@@ -127,207 +143,197 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables
 
 
 def _work_of(rows: Rows, buffers: Buffers) -> _Work:
-    op = rows.operation
-    if not op.block if isinstance(op, Rotate) else op.codec.kind == "cast":
+    """Plan the kernel of rows of an operation, and its arguments."""
+    operation = rows.operation
+    if _is_cast(operation):
         return _cast(rows, buffers)
-    if isinstance(op, Encode):
-        return _encode(op, rows, buffers)
-    if isinstance(op, Decode):
-        return _decode(op, rows, buffers)
-    if isinstance(op, Sum):
-        return _sum(op, rows.places, buffers)
-    if isinstance(op, Recode):
-        return _recode(op, rows.places, buffers)
-    return _rotate(op, rows.places, buffers)
+    codecs = operation.codecs()
+    kernel = _KERNELS[type(operation)]
+    is_aligned = _is_aligned(rows, buffers)
+    fused_codec = _fused_codec(operation)
+    if fused_codec is not None and is_aligned:
+        codecs["values"] = fused_codec
+        kernel = _RECODE
+    plan = kernel.plan_of(operation, buffers, codecs, is_aligned)
+    fields = dict(plan.fields)
+    if kernel is not _ENCODE:
+        fields |= _source_fields(operation.numbers())
+    if kernel is not _DECODE_SUM and target_of(operation) not in MESSAGES:
+        fields["wire.end"] = 0  # the values stay fp32
+    job = job_of(rows, buffers, kernel.struct, fields, codecs)
+    return _Work(plan, rows.num_rows, job)
 
 
-def _rotation(operation: Operation) -> tuple[int, int]:
-    """Block and flips of the rotation; values that are recoded stay as they are."""
-    if isinstance(operation, Decode | Recode) or not operation.block:
-        return launch.NOT_TURNED
-    return operation.block, int(operation.flips)
+def _source_fields(numbers: Numbers) -> dict[str, int]:
+    """Return the fields of the rows of a sum."""
+    return {
+        "source_stride": numbers.stride,
+        "own": NO_SOURCE if numbers.own_row is None else numbers.own_row,
+    }
 
 
-_NO_FIELDS: Mapping[str, int] = {}
-_STAYS = {"wire.end": 0}  # of rows that stay fp32
-# By DSQ_FLIPS.
-_FLIPS: tuple[Mapping[str, str], ...] = (
-    {},
-    FLIPS,
-    {"flips_low": "signs_key", "flips_high": "signs_step"},
+def _rotation(numbers: Numbers) -> tuple[int, int]:
+    """Return block and sign flips as plans have them."""
+    return (numbers.block, numbers.flips) if numbers.block else launch.NO_ROTATION
+
+
+# ---- kernels ----
+
+
+Codecs = Mapping[str, Codec]  # by operand
+
+
+class _Kernel(NamedTuple):
+    """How operations take a kernel.
+
+    plan_of: makes the plan of an operation; the last argument: all rows of numbers are aligned.
+    """
+
+    plan_of: Callable[[Operation, Buffers, Codecs, bool], launch.Plan]
+    struct: Struct
+
+
+def _encode_plan(
+    operation: Operation, buffers: Buffers, codecs: Codecs, is_aligned: bool
+) -> launch.Plan:
+    """Plan an encode. A rotation alone takes the same kernel, which stops before quantizing."""
+    numbers = operation.numbers()
+    dtypes = {name: buffers[buffer].dtype for name, buffer in operation.reads().items()}
+    return launch.encode_plan(
+        groups_of(codecs[target_of(operation)]),
+        numbers.numel,
+        dtypes["values"],
+        dtypes.get("base"),
+        _rotation(numbers),
+        is_aligned,
+    )
+
+
+def _sum_plan(
+    operation: Operation, buffers: Buffers, codecs: Codecs, is_aligned: bool
+) -> launch.Plan:
+    """Plan a sum, or the decoding of one message."""
+    numbers = operation.numbers()
+    return launch.sum_plan(
+        groups_of(codecs[source_of(operation)]),
+        numbers.numel,
+        numbers.rows_added,
+        buffers[operation.writes()["values"]].dtype,
+        numbers.scale,
+        numbers.own_row is not None,
+        _rotation(numbers),
+        numbers.add,
+        is_aligned,
+    )
+
+
+def _recode_plan(
+    operation: Operation, buffers: Buffers, codecs: Codecs, is_aligned: bool
+) -> launch.Plan:
+    """Plan a recode. A sum alone takes the same kernel, which stops before quantizing."""
+    numbers = operation.numbers()
+    return launch.recode_plan(
+        groups_of(codecs["wire_in"]),
+        groups_of(codecs[target_of(operation)]),
+        numbers.numel,
+        numbers.rows_added,
+        numbers.own_row is not None,
+    )
+
+
+_RANDOM_FIELDS = {name: name for name in RANDOM_BITS}
+_ENCODE = _Kernel(
+    _encode_plan,
+    Struct(
+        addresses={
+            "values": "values",
+            "base": "base",
+            "wire": "wire.bytes",
+            "rotated": "wire.bytes",
+        },
+        strides={
+            "values": "values_stride",
+            "base": "base_stride",
+            "wire": "wire.stride",
+            "vector": "row_vectors",
+        },
+        levels={"wire": "levels", "rotated": "levels"},
+        rng=_RANDOM_FIELDS | {name: name for name in FLIPS},
+    ),
 )
-
-
-def _encode(
-    op: Encode, rows: Rows, buffers: Buffers, extra_fields: Mapping[str, int] = _NO_FIELDS
-) -> _Work:
-    _, places, (count,), ((values, wire, vectors, *strides),) = rows
-    dtype = buffers[op.values].dtype
-    values_at = at(buffers, op.values, places[0])
-    values_stride = values * dtype.itemsize
-    is_easy = _is_easy(buffers, values_at, count, values_stride)
-    pointers = {"values": values_at, "wire.bytes": (op.wire, places[1])}
-    fields = {"values_stride": values_stride, "wire.stride": wire}
-    base_dtype = None
-    if op.base is not None:
-        base_dtype = buffers[op.base].dtype
-        base_at = at(buffers, op.base, places[3])
-        base_stride = strides[0] * base_dtype.itemsize
-        is_easy = is_easy and _is_easy(buffers, base_at, count, base_stride)
-        pointers["base"] = base_at
-        fields["base_stride"] = base_stride
-    rotation = _rotation(op)
-    codec = groups_of(op.codec)
-    plan = launch.encode_plan(codec, op.numel, dtype, base_dtype, rotation, is_easy)
-    numbers = {**plan.fields, **fields, "row_vectors": vectors, **extra_fields}
-    rng_fields = {**RANDOM, **_FLIPS[rotation[1]]}
-    job = Job(numbers, op.stream, pointers, rng_fields, {"levels": codec}, places[2])
-    return _Work(plan, count, job)
-
-
-def _decode(op: Decode, rows: Rows, buffers: Buffers) -> _Work:
-    _, places, (count,), ((wire, values),) = rows
-    dtype = buffers[op.values].dtype
-    values_at = at(buffers, op.values, places[1])
-    values_stride = values * dtype.itemsize
-    codec = groups_of(op.codec)
-    plan = launch.sum_plan(
-        codec,
-        op.numel,
-        1,
-        dtype,
-        1.0,
-        False,
-        launch.NOT_TURNED,
-        op.add,
-        _is_easy(buffers, values_at, count, values_stride),
-    )
-    fields = {"values_stride": values_stride, "wire.stride": wire, "source_stride": wire}
-    pointers = {"wire.bytes": (op.wire, places[0]), "values": values_at}
-    job = Job({**plan.fields, **fields}, op.stream, pointers, {}, {"levels": codec})
-    return _Work(plan, count, job)
-
-
-def _sum(op: Sum, places: Places, buffers: Buffers) -> _Work:
-    values_at = at(buffers, op.values, places[1])
-    is_easy = _is_easy(buffers, values_at, 1, 0)
-    fuse_with = op.fuse_with
-    if is_easy and fuse_with and fuse_with.kind == "groups" and launch.supports(fuse_with):
-        recoded = Recode(
-            source=op.codec,
-            codec=fuse_with,
-            numel=op.numel,
-            wire_in=op.wire_in,
-            wire=op.values,
-            stream=op.stream,
-            sources=op.sources,
-            stride=op.stride,
-            own_row=op.own_row,
-            own=op.own,
-        )
-        return _recode(recoded, (places[0], values_at[1], places[2], 0), buffers, _STAYS)
-    codec = groups_of(op.codec)
-    rotation = _rotation(op)
-    plan = launch.sum_plan(
-        codec,
-        op.numel,
-        _rows_added(op),
-        buffers[op.values].dtype,
-        op.scale,
-        op.own_row is not None,
-        rotation,
-        False,
-        is_easy,
-    )
-    numbers = {**plan.fields, **_source_fields(op)}
-    pointers = {
-        "wire.bytes": (op.wire_in, places[0]),
-        "values": values_at,
-        "own_values": at(buffers, op.own, places[2]),
-    }
-    job = Job(numbers, op.stream, pointers, _FLIPS[rotation[1]], {"levels": codec})
-    return _Work(plan, 1, job)
-
-
-def _recode(
-    op: Recode, places: Places, buffers: Buffers, extra_fields: Mapping[str, int] = _NO_FIELDS
-) -> _Work:
-    source, codec = groups_of(op.source), groups_of(op.codec)
-    has_own = op.own_row is not None
-    plan = launch.recode_plan(source, codec, op.on_wire, _rows_added(op), has_own)
-    numbers = {**plan.fields, **_source_fields(op), **extra_fields}
-    pointers = {
-        "source.bytes": (op.wire_in, places[0]),
-        "wire.bytes": (op.wire, places[1]),
-        "own_values": at(buffers, op.own, places[2]),
-    }
-    levels = {"levels": codec, "source_levels": source}
-    return _Work(plan, 1, Job(numbers, op.stream, pointers, RANDOM, levels, places[3]))
-
-
-def _rotate(op: Rotate, places: Places, buffers: Buffers) -> _Work:
-    """Reuse the encode kernel, which stops before quantizing."""
-    encoded = Encode(op.codec, op.numel, op.values, op.rotated, op.stream, op.block, op.flips)
-    values, rotated = places
-    encode_places = values, rotated * FP32_BYTES, 0
-    rows = Rows(encoded, encode_places, (1,), (encode_places,))
-    return _encode(encoded, rows, buffers, _STAYS)
+_DECODE_SUM = _Kernel(
+    _sum_plan,
+    Struct(
+        addresses={
+            "wire": "wire.bytes",
+            "wire_in": "wire.bytes",
+            "own": "own_values",
+            "values": "values",
+        },
+        strides={"wire": "wire.stride", "values": "values_stride"},
+        levels={"wire": "levels", "wire_in": "levels"},
+        # Kernels whose sources have sign flips of their own draw them.
+        rng={name: name for name in FLIPS} | {"signs_key": "flips_low", "signs_step": "flips_high"},
+    ),
+)
+_RECODE = _Kernel(
+    _recode_plan,
+    Struct(
+        addresses={
+            "wire_in": "source.bytes",
+            "own": "own_values",
+            "wire": "wire.bytes",
+            "values": "wire.bytes",
+        },
+        strides={},
+        levels={"wire_in": "source_levels", "wire": "levels", "values": "levels"},
+        rng=_RANDOM_FIELDS,
+    ),
+)
+_KERNELS: dict[type[Operation], _Kernel] = {
+    Encode: _ENCODE,
+    Rotate: _ENCODE,
+    Decode: _DECODE_SUM,
+    Sum: _DECODE_SUM,
+    Recode: _RECODE,
+}
 
 
 def _cast(rows: Rows, buffers: Buffers) -> _Work:
-    """Change the dtype of numbers and add them up, nothing else."""
-    op, places = rows.operation, rows.places
-    count, steps = (rows.shape[0], rows.steps[0]) if rows.shape else (1, places)
-    if isinstance(op, Encode | Rotate):
-        source = buffers[op.values].dtype
-        source_row = steps[0] * source.itemsize
-        source_at = at(buffers, op.values, places[0])
-    else:
-        source = cast_of(op.source if isinstance(op, Recode) else op.codec).dtype
-        source_row = steps[0]
-        source_at = op.wire if isinstance(op, Decode) else op.wire_in, places[0]
-    if isinstance(op, Encode | Recode):
-        codec = cast_of(op.codec)
-        dtype = codec.dtype
-        padded = layout_of(codec, op.numel).nbytes // dtype.itemsize
-        values_stride = steps[1]
-        values_at = op.wire, places[1]
-    else:
-        into = op.rotated if isinstance(op, Rotate) else op.values
-        dtype = buffers[into].dtype
-        padded = op.numel
-        values_stride = steps[1] * dtype.itemsize
-        values_at = at(buffers, into, places[1])
-    fields = {"source_row": source_row, "values_stride": values_stride}
-    own_at = source_at  # of jobs that have none, not read
-    sources, has_own, scale = 1, False, 1.0
-    if isinstance(op, Sum | Recode):
-        fields |= _source_fields(op)
-        own_at = at(buffers, op.own, places[2])
-        sources = _rows_added(op)
-        has_own = op.own_row is not None
-    if isinstance(op, Sum):
-        scale = op.scale
+    """Plan a cast of numbers, or of a sum of rows, by the one kernel of all dtypes."""
+    operation = rows.operation
+    numbers = operation.numbers()
+    source, target = source_of(operation), target_of(operation)
+    dtype = _dtype_of(operation, target, buffers)
+    padded = numbers.numel
+    if target in MESSAGES:
+        padded = operation.codecs()[target].wire_bytes(numbers.numel) // dtype.itemsize
     plan = launch.cast_plan(
-        source, dtype, op.numel, padded, sources=sources, has_own=has_own, scale=scale
+        _dtype_of(operation, source, buffers),
+        dtype,
+        numbers.numel,
+        padded,
+        sources=numbers.rows_added,
+        has_own=numbers.own_row is not None,
+        scale=numbers.scale,
     )
-    pointers = {"source": source_at, "values": values_at, "own_values": own_at}
-    return _Work(plan, count, Job({**plan.fields, **fields}, op.stream, pointers, {}, {}))
+    struct = Struct(
+        addresses={source: "source", target: "values", "own": "own_values"},
+        strides={source: "source_row", target: "values_stride"},
+        levels={},
+        rng={},
+    )
+    fields = {**plan.fields, **_source_fields(numbers)}
+    job = job_of(rows, buffers, struct, fields, {})
+    job.pointers.setdefault("own_values", job.pointers["source"])  # not read
+    return _Work(plan, rows.num_rows, job)
 
 
-def _rows_added(op: Sum | Recode) -> int:
-    """Rows of a sum, those of the wire and this rank's own."""
-    return op.sources + (op.own_row is not None)
-
-
-def _source_fields(op: Sum | Recode) -> dict[str, int]:
-    return {"source_stride": op.stride, "own": NO_SOURCE if op.own_row is None else op.own_row}
-
-
-def _is_easy(buffers: Buffers, place: tuple[int, int], count: int, stride: int) -> bool:
-    """Return True if every row begins at a multiple of 16 bytes."""
-    first = buffers[place[0]].data_ptr() + place[1]
-    return first % ALIGNMENT == 0 and (count == 1 or stride % ALIGNMENT == 0)
+def _dtype_of(operation: Operation, name: str, buffers: Buffers) -> torch.dtype:
+    """Return the dtype of the numbers of an operand: of the codec for a message."""
+    if name in MESSAGES:
+        return cast_of(operation.codecs()[name]).dtype
+    return buffers[operands_of(operation)[name]].dtype
 
 
 # ---- lossless differences: signatures and bytes of lossless.py ----

@@ -223,19 +223,31 @@ def encode(
         checksum += _checksum(values[part], start)
         before += payload[-1].numel()
     body = torch.cat(table + payload)
-    mode, used = BLOCKS, round_up(HEADER + 4 * body.numel(), 16)
-    if before == 0:
-        mode, used, body = UNCHANGED, HEADER, body[:0]
-    elif used >= max_bytes(numel):
-        mode, used, body = RAW, max_bytes(numel), body[:0]
-    header = [mode, checksum & _U32, used & _U32, used >> 32]
-    message = torch.zeros(used // 4, dtype=torch.int64, device=values.device)
-    message[:4] = torch.tensor(header, device=values.device)
-    message[4 : 4 + body.numel()] = body
-    out[:used].copy_(_bytes(message))
+    mode, used = _mode_of(numel, body.numel(), is_unchanged=before == 0)
+    body = body if mode == BLOCKS else body[:0]
+    out[:used].copy_(_bytes(_message(mode, checksum, used, body)))
     if mode == RAW:
         out[HEADER : HEADER + 2 * numel].copy_(values.view(torch.uint8))
     nbytes.fill_(used)
+
+
+def _mode_of(numel: int, body_words: int, is_unchanged: bool) -> tuple[int, int]:
+    """Return the mode of a message and its bytes."""
+    nbytes = round_up(HEADER + 4 * body_words, 16)
+    if is_unchanged:
+        return UNCHANGED, HEADER
+    if nbytes >= max_bytes(numel):
+        return RAW, max_bytes(numel)
+    return BLOCKS, nbytes
+
+
+def _message(mode: int, checksum: int, used: int, body: torch.Tensor) -> torch.Tensor:
+    """Return the words of a message of `used` bytes: header, body and zeros."""
+    message = torch.zeros(used // 4, dtype=torch.int64, device=body.device)
+    header = [mode, checksum & _U32, used & _U32, used >> 32]
+    message[:4] = torch.tensor(header, device=body.device)
+    message[4 : 4 + body.numel()] = body
+    return message
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
@@ -546,14 +558,7 @@ class _Payload:
         start = start + sums
         _check((start <= stop).all(), "offset")
 
-        count = torch.bincount(block, minlength=blocks)
-        first = torch.searchsorted(self._ones, start)
-        _check(((first + count <= self._ones.numel()) | (count == 0)).all(), "quotient")
-        place = _offsets(torch.ones_like(block), block, count)
-        ones = self._ones[first[block] + place]
-        before = torch.cat([ones[:1], ones[:-1]]).where(place > 0, start[block] - 1)
-        quotient = ones - before - 1
-        _check((quotient <= ESCAPE).all() & (ones < stop[block]).all(), "quotient")
+        quotient = self._quotients(start, stop, block)
         start = start + _sums(quotient + 1, block, blocks)
 
         escaped = quotient == ESCAPE
@@ -566,3 +571,20 @@ class _Payload:
         symbols[escaped] = self.fields(at[escaped], SYMBOL)
         _check((symbols <= _U16).all(), "symbol")
         return symbols, start
+
+    def _quotients(
+        self,
+        start: torch.Tensor,  # (blocks,) in bits
+        stop: torch.Tensor,
+        block: torch.Tensor,
+    ) -> torch.Tensor:
+        """Quotients of Rice lists: each is the number of zeros before a one."""
+        count = torch.bincount(block, minlength=start.numel())
+        first = torch.searchsorted(self._ones, start)
+        _check(((first + count <= self._ones.numel()) | (count == 0)).all(), "quotient")
+        place = _offsets(torch.ones_like(block), block, count)
+        ones = self._ones[first[block] + place]
+        before = torch.cat([ones[:1], ones[:-1]]).where(place > 0, start[block] - 1)
+        quotient = ones - before - 1
+        _check((quotient <= ESCAPE).all() & (ones < stop[block]).all(), "quotient")
+        return quotient

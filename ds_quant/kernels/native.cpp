@@ -26,7 +26,7 @@ struct Job {
     const float *levels;  // learned and Gaussian: 2^bits levels
     u8 *own_values;       // fp32 values of row `own` of a sum, which the wire leaves out
     i64 own;              // -1 for none
-    i64 own_signs;        // rows of a sum differ in their signs, those of row k are of vector k + 1
+    i64 own_signs;        // rows of a sum have sign flips of their own, row k those of vector k + 1
     float factor, unused;  // whole words
 };
 // Decode and add up with the first, encode the sum with the second; its values are not used.
@@ -166,8 +166,8 @@ INLINE void unpack_plane(u8 *codes, const u8 *from, i64 count, int shift) {
 // count codes, a multiple of 8, from element `start` of a row on.
 INLINE void pack(const Job &job, u8 *row, i64 start, const u8 *codes, i64 count) {
     Plane planes[3];
-    const int found = planes_of(job.bits, planes);
-    for (int p = 0; p < found; ++p) {
+    const int num_planes = planes_of(job.bits, planes);
+    for (int p = 0; p < num_planes; ++p) {
         u8 *to = row + job.planes[p] + start / 8 * planes[p].width;
         switch (planes[p].width) {
             case 8: memcpy(to, codes, count); break;
@@ -180,8 +180,8 @@ INLINE void pack(const Job &job, u8 *row, i64 start, const u8 *codes, i64 count)
 
 INLINE void unpack(const Job &job, const u8 *row, i64 start, u8 *codes, i64 count) {
     Plane planes[3];
-    const int found = planes_of(job.bits, planes);
-    for (int p = 0; p < found; ++p) {
+    const int num_planes = planes_of(job.bits, planes);
+    for (int p = 0; p < num_planes; ++p) {
         const u8 *from = row + job.planes[p] + start / 8 * planes[p].width;
         switch (planes[p].width) {
             case 8: memcpy(codes, from, count); break;
@@ -580,10 +580,10 @@ static void clear_gaps(const Job &job, u8 *row) {
     }
     const i64 vectors = (job.numel + 7) / 8, groups = (job.numel + job.group - 1) / job.group;
     Plane planes[3];
-    const int found = planes_of(job.bits, planes);
-    for (int p = 0; p < found; ++p) {
+    const int num_planes = planes_of(job.bits, planes);
+    for (int p = 0; p < num_planes; ++p) {
         const i64 end = job.planes[p] + vectors * planes[p].width;
-        memset(row + end, 0, (p + 1 < found ? job.planes[p + 1] : job.scales) - end);
+        memset(row + end, 0, (p + 1 < num_planes ? job.planes[p + 1] : job.scales) - end);
     }
     const i64 end = job.scales + scale_width(job) * groups;
     memset(row + end, 0, (job.has_offset ? job.offsets : job.nbytes) - end);

@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,27 +18,32 @@ import torch
 from ds_quant.kernels import lossless
 from ds_quant.kernels.batch import (
     DTYPES,
-    FLIPS,
+    MESSAGES,
+    NUMBERS,
     OWN_SIGNS,
-    RANDOM,
     Arguments,
+    Buffers,
     Decode,
     Encode,
+    Field,
     Job,
+    Numbers,
     Operation,
-    Places,
     Recode,
     RngArrays,
     Rotate,
     Rows,
     Runnable,
+    Struct,
     Sum,
     Task,
-    at,
+    has_dtypes_of_kernels,
+    job_of,
+    operands_of,
     rounding_of,
     rows_of,
 )
-from ds_quant.kernels.wire import Codec, layout_of, round_up, without_user_codec
+from ds_quant.kernels.wire import Codec, layout_of, without_user_codec
 
 VERSION = 7  # of the jobs, as dsq_version() of native.cpp
 
@@ -101,31 +105,62 @@ def threads_for(numel: int) -> int:
 # ---- tasks ----
 
 
-Buffers = Sequence[torch.Tensor]
+# Fields of JOB by operand and by number of the stream.
+_JOB_FIELDS = Struct(
+    addresses={
+        "values": "values",
+        "base": "base",
+        "wire": "wire",
+        "wire_in": "wire",
+        "rotated": "wire",
+        "own": "own_values",
+    },
+    strides={
+        "values": "values_stride",
+        "base": "base_stride",
+        "wire": "wire_stride",
+        "vector": "row_vectors",
+    },
+    levels={"wire": "levels", "wire_in": "levels"},
+    rng={
+        "key": "key",
+        "step": "step",
+        "first_vector": "first_vector",
+        "flips_low": "flips_low",
+        "flips_high": "flips_high",
+        "signs_key": "key",
+        "signs_step": "step",
+    },
+)
+# A recode takes two jobs; both have the messages that arrive and this rank's own row.
+_SUM_FIELDS = _JOB_FIELDS._replace(
+    addresses={"wire_in": "wire", "own": "own_values"},
+    strides={},
+    levels={"wire_in": "levels"},
+)
+_RECODED_FIELDS = _JOB_FIELDS._replace(
+    addresses={"wire": "wire", "own": "own_values"},
+    strides={},
+    levels={"wire": "levels"},
+)
+_DTYPE_FIELDS = {"values": "dtype", "base": "base_dtype"}
 
 
 def covers(operation: Operation, buffers: Buffers) -> bool:
     """Return True if the kernels read and write the dtypes of its values."""
-    if isinstance(operation, Recode):
-        return True
-    if isinstance(operation, Encode) and operation.base is not None:
-        if buffers[operation.base].dtype not in DTYPES:
-            return False
-    return buffers[operation.values].dtype in DTYPES
+    return has_dtypes_of_kernels(operation, buffers)
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers) -> Runnable:
     """Compile tasks of one kind for buffers of the same dtypes."""
-    kind = type(tasks[0][0])
-    rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
-    jobs = []
-    for row in rows:
-        jobs += _jobs_of(row, buffers)
+    kernel_name, jobs_of = _KERNELS[type(tasks[0][0])]
+    rows = rows_of(tasks)
+    jobs = [job for each in rows for job in jobs_of(each, buffers)]
     arguments = Arguments(JOB, jobs, torch.device("cpu"))
-    kernel = function(_KERNELS[kind])
+    kernel = function(kernel_name)
     jobs_address = arguments.records.ctypes.data
     count = len(rows)
-    numel = sum(_numel_read(operation) for operation, _ in tasks)
+    numel = sum(_numel_read(each) for each in rows)
 
     def run(addresses: np.ndarray, streams: RngArrays) -> None:
         arguments.fill(addresses, streams)
@@ -134,136 +169,89 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers) -> Runnable:
     return run
 
 
-def _numel_read(operation: Operation) -> int:
-    """Elements that an operation reads, of all its sources."""
-    sources = operation.sources if isinstance(operation, Sum | Recode) else 1
-    return operation.numel * sources
+def _numel_read(rows: Rows) -> int:
+    """Elements that rows read, of all their messages."""
+    numbers = rows.operation.numbers()
+    return rows.num_rows * numbers.numel * numbers.sources
 
 
-def numbers_of(
-    fmt: Codec, rows: int, numel: int, dtype: torch.dtype, block: int = 0
-) -> dict[str, Any]:
-    """Return the fields of a job that codec and shape decide.
+def _job_of(rows: Rows, buffers: Buffers) -> list[Job]:
+    """Return the one job of rows of an operation."""
+    operation = rows.operation
+    numbers = operation.numbers()
+    codecs = operation.codecs()
+    fields = _number_fields(numbers, rows.num_rows * numbers.rows_added)
+    for name, codec in codecs.items():
+        if name in MESSAGES:
+            fields |= _codec_fields(codec, numbers.wire_numel)
+    for name, buffer in operands_of(operation).items():
+        if name in NUMBERS:
+            fields[_DTYPE_FIELDS[name]] = DTYPES[buffers[buffer].dtype]
+    return [job_of(rows, buffers, _JOB_FIELDS, fields, codecs)]
 
-    block: block of the rotation; 0: no rotation.
-    """
-    fmt = without_user_codec(fmt)
-    layout = layout_of(fmt, round_up(numel, block) if block else numel)
-    fields: dict[str, Any] = {
+
+def _recode_jobs(rows: Rows, buffers: Buffers) -> list[Job]:
+    """Return two jobs: a sum, and its encoding."""
+    numbers = rows.operation.numbers()
+    codecs = rows.operation.codecs()
+    adding = _number_fields(numbers, numbers.rows_added)
+    adding |= _codec_fields(codecs["wire_in"], numbers.wire_numel)
+    encoding = _number_fields(Numbers(numbers.numel, numbers.wire_numel), 1)
+    encoding |= _codec_fields(codecs["wire"], numbers.wire_numel)
+    if codecs["wire_in"].kind == "cast":  # in runs of the other's groups
+        adding["group"] = encoding["group"]
+    elif codecs["wire"].kind == "cast":
+        encoding["group"] = adding["group"]
+    return [
+        job_of(rows, buffers, _SUM_FIELDS, adding, codecs),
+        job_of(rows, buffers, _RECODED_FIELDS, encoding, codecs),
+    ]
+
+
+def _number_fields(numbers: Numbers, rows: int) -> dict[str, Field]:
+    """Return the fields of the numbers of an operation; casts and rotations read its group."""
+    return {
         "rows": rows,
+        "valid": numbers.numel,
+        "rotation": numbers.block,
+        "group": numbers.block or COPIED_NUMEL,
+        "wire_stride": numbers.stride,
+        "own": -1 if numbers.own_row is None else numbers.own_row,
+        "own_signs": numbers.flips == OWN_SIGNS,
+        "factor": numbers.scale / (numbers.block or 1),
+        "add": numbers.add,
+    }
+
+
+def _codec_fields(codec: Codec, numel: int) -> dict[str, Field]:
+    """Return the fields of a codec and the layout of its messages of ``numel`` elements."""
+    fmt = without_user_codec(codec)
+    layout = layout_of(fmt, numel)
+    fields: dict[str, Field] = {
         "numel": layout.numel,
-        "valid": numel,
-        "dtype": DTYPES[dtype],
-        "rotation": block,
         "planes": (*layout.plane_offsets, 0, 0)[:3],
         "scales": layout.scale_offset,
         "offsets": layout.offset_offset or 0,
         "nbytes": layout.nbytes,
-        "own": -1,
-        "factor": 1.0,
     }
     if fmt.kind == "cast":
-        fields |= {"cast": DTYPES[fmt.dtype], "group": COPIED_NUMEL}
-        return fields
-    fields |= {
+        return fields | {"cast": DTYPES[fmt.dtype], "group": COPIED_NUMEL}
+    return fields | {
         "bits": fmt.bits,
         "group": fmt.group_size,
         "has_offset": fmt.has_offset,
         "cast": _CODES,
         "rounding": rounding_of(fmt),
     }
-    return fields
 
 
-def _jobs_of(rows: Rows, buffers: Buffers) -> list[Job]:
-    op = rows.operation
-    if isinstance(op, Encode):
-        return [_encode(op, rows, buffers)]
-    if isinstance(op, Decode):
-        return [_decode(op, rows, buffers)]
-    if isinstance(op, Sum):
-        return [_sum(op, rows.places, buffers)]
-    if isinstance(op, Recode):
-        return _recode(op, rows.places, buffers)
-    return [_rotate(op, rows.places, buffers)]
-
-
-def _encode(op: Encode, rows: Rows, buffers: Buffers) -> Job:
-    _, places, (count,), ((values, wire, vectors, *strides),) = rows
-    dtype = buffers[op.values].dtype
-    numbers = numbers_of(op.codec, count, op.numel, dtype, op.block)
-    numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire}
-    numbers |= {"row_vectors": vectors}
-    pointers = {"values": at(buffers, op.values, places[0]), "wire": (op.wire, places[1])}
-    if op.base is not None:
-        dtype, pointers["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
-        numbers |= {"base_stride": strides[0] * dtype.itemsize, "base_dtype": DTYPES[dtype]}
-    return Job(numbers, op.stream, pointers, RANDOM | FLIPS, {"levels": op.codec}, places[2])
-
-
-def _decode(op: Decode, rows: Rows, buffers: Buffers) -> Job:
-    _, places, (count,), ((wire, values),) = rows
-    dtype = buffers[op.values].dtype
-    numbers = numbers_of(op.codec, count, op.numel, dtype)
-    numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire, "add": op.add}
-    pointers = {"wire": (op.wire, places[0]), "values": at(buffers, op.values, places[1])}
-    return Job(numbers, op.stream, pointers, {}, {"levels": op.codec})
-
-
-def _sum(op: Sum, places: Places, buffers: Buffers) -> Job:
-    numbers = _source_numbers(op, op.codec, op.numel, buffers[op.values].dtype, op.block)
-    factor = op.scale / op.block if op.block else op.scale
-    numbers |= {"factor": factor, "own_signs": op.flips == OWN_SIGNS}
-    pointers = _source_pointers(op, places, buffers)
-    pointers["values"] = at(buffers, op.values, places[1])
-    rng_fields = FLIPS | {"key": "signs_key", "step": "signs_step"}
-    return Job(numbers, op.stream, pointers, rng_fields, {"levels": op.codec})
-
-
-def _rotate(op: Rotate, places: Places, buffers: Buffers) -> Job:
-    numbers = {"valid": op.numel, "dtype": DTYPES[buffers[op.values].dtype]}
-    numbers |= {"rotation": op.block, "group": op.block or COPIED_NUMEL}
-    pointers = {"values": at(buffers, op.values, places[0])}
-    pointers["wire"] = at(buffers, op.rotated, places[1])
-    return Job(numbers, op.stream, pointers, FLIPS, {})
-
-
-def _recode(op: Recode, places: Places, buffers: Buffers) -> list[Job]:
-    """Return two jobs: a sum, and its encoding."""
-    adding = _source_numbers(op, op.source, op.on_wire, torch.float32)
-    encoding = numbers_of(op.codec, 1, op.on_wire, torch.float32)
-    if adding["cast"] >= 0:  # in runs of the other's groups
-        adding |= {"group": encoding["group"]}
-    elif encoding["cast"] >= 0:
-        encoding |= {"group": adding["group"]}
-    sources = _source_pointers(op, places, buffers)
-    pointers = sources | {"wire": (op.wire, places[1])}
-    return [
-        Job(adding, op.stream, sources, RANDOM, {"levels": op.source}),
-        Job(encoding, op.stream, pointers, RANDOM, {"levels": op.codec}, places[3]),
-    ]
-
-
-def _source_numbers(
-    op: Sum | Recode, codec: Codec, numel: int, dtype: torch.dtype, block: int = 0
-) -> dict[str, Any]:
-    rows = op.sources + (op.own_row is not None)
-    numbers = numbers_of(codec, rows, numel, dtype, block)
-    return numbers | {"wire_stride": op.stride, "own": -1 if op.own_row is None else op.own_row}
-
-
-def _source_pointers(
-    op: Sum | Recode, places: Places, buffers: Buffers
-) -> dict[str, tuple[int, int]]:
-    return {"wire": (op.wire_in, places[0]), "own_values": at(buffers, op.own, places[2])}
-
-
-_KERNELS: dict[type[Operation], str] = {
-    Encode: "dsq_encode",
-    Decode: "dsq_decode",
-    Sum: "dsq_decode_sum",
-    Recode: "dsq_recode",
-    Rotate: "dsq_rotate",
+# The function of an operation, and the jobs that it takes.
+_KERNELS: dict[type[Operation], tuple[str, Callable[[Rows, Buffers], list[Job]]]] = {
+    Encode: ("dsq_encode", _job_of),
+    Decode: ("dsq_decode", _job_of),
+    Sum: ("dsq_decode_sum", _job_of),
+    Recode: ("dsq_recode", _recode_jobs),
+    Rotate: ("dsq_rotate", _job_of),
 }
 
 

@@ -368,27 +368,30 @@ def encode(
             part = part - base.detach()[:, start:stop].float()
         if rotation is not None:
             part = _rotated(part, rotation)
+        random = _random_of_groups(part, fmt, address, layout, start)
         groups = _whole_groups(part, group).view(-1, group)
-        if fmt.is_gaussian:
-            if levels is None:
-                raise ValueError("levels = None: Gaussian codes need their table")
-            codes, scales, offsets = _gaussian(groups, levels)
-        else:
-            random = None
-            if fmt.rounding == "stochastic":
-                random = _random_of(part, _needed(address, fmt), layout, start)
-                random = _whole_groups(random, group).view(-1, group)
-            codes, scales, offsets = _uniform(groups, fmt, address, levels, random)
+        codes, scales, offsets = _quantized(groups, fmt, address, levels, random)
         codes = codes.view(rows, -1)[:, : round_up(stop - start, 8)].contiguous()
         codes[:, stop - start :].zero_()
         sections, scales_at, offsets_at = _sections(out, layout, fmt, start, stop)
-        shift = 0
-        for section, width in zip(sections, planes(fmt.bits), strict=True):
-            section.copy_(_packed(codes, width, shift))
-            shift += width
+        _pack(codes, sections, fmt)
         scales_at.copy_(scales.view(rows, -1).view(torch.uint8))
         if offsets is not None and offsets_at is not None:
             offsets_at.copy_(offsets.view(rows, -1).view(torch.uint8))
+
+
+def _quantized(
+    groups: Tensor,  # (groups, size) fp32
+    fmt: Format,
+    address: Address | None,
+    levels: Tensor | None,
+    random: Tensor | None,  # (groups, size) int32 of 16 bits
+) -> _Quantized:
+    if not fmt.is_gaussian:
+        return _uniform(groups, fmt, address, levels, random)
+    if levels is None:
+        raise ValueError("levels = None: Gaussian codes need their table")
+    return _gaussian(groups, levels)
 
 
 def decode(
@@ -423,24 +426,31 @@ def decode_sum(
     """
     if own_signs and rotation is None:
         raise ValueError("own_signs = True with rotation = None: only rotations have signs")
-    numel = round_up(out.shape[0], rotation.block if rotation else 1)
+    block = rotation.block if rotation else 1
+    numel, factor = round_up(out.shape[0], block), scale / block
     for start, stop, values in _decoded(wire, fmt, numel, levels):
         rows = list(values)
         if own is not None:
             rows.insert(own[0], own[1][start:stop].float())
-        if rotation is not None and own_signs:
-            rows = [_unrotated(x, rotation.of(k), rotation.block) for k, x in enumerate(rows)]
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        if rotation is not None and own_signs:
-            total *= scale / rotation.block
-        elif rotation is not None:
+        total = _added_up(rows, rotation if own_signs else None)
+        if rotation is not None and not own_signs:
             total = _unrotated(total, rotation, scale)
-        elif scale != 1.0:
-            total *= scale
-        into = out[start:stop]
-        into.copy_(total[: len(into)])
+        elif factor != 1.0:
+            total *= factor
+        out[start:stop].copy_(total[: out.shape[0] - start])
+
+
+def _added_up(rows: Sequence[Tensor], rotation: Rotation | None) -> Tensor:
+    """Return the sum of fp32 rows in their order.
+
+    rotation: undone in every row, with the signs of its sender; not divided by its block.
+    """
+    if rotation is not None:
+        rows = [_unrotated(x, rotation.of(k), rotation.block) for k, x in enumerate(rows)]
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _runs(rows: int, numel: int, unit: int, device: torch.device) -> list[tuple[int, int]]:
@@ -474,6 +484,16 @@ def _random_of(x: Tensor, address: Address, layout: WireLayout, start: int) -> T
     return torch.stack(rows)
 
 
+def _random_of_groups(
+    x: Tensor, fmt: Format, address: Address | None, layout: WireLayout, start: int
+) -> Tensor | None:
+    """The random bits of x in groups, (groups, size) int32; None if the rounding takes none."""
+    if fmt.rounding != "stochastic":
+        return None
+    random = _random_of(x, _needed(address, fmt), layout, start)
+    return _whole_groups(random, fmt.group_size).view(-1, fmt.group_size)
+
+
 def _sections(
     wire: Tensor, layout: WireLayout, fmt: Format, start: int, stop: int
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
@@ -489,6 +509,14 @@ def _sections(
     ]
     offsets = None if layout.offset_offset is None else of_groups(layout.offset_offset, 4)
     return parts, of_groups(layout.scale_offset, scale_bytes(fmt)), offsets
+
+
+def _pack(codes: Tensor, sections: Sequence[Tensor], fmt: Format) -> None:
+    """Write the planes of codes (rows, 8 n) int32."""
+    shift = 0
+    for section, width in zip(sections, planes(fmt.bits), strict=True):
+        section.copy_(_packed(codes, width, shift))
+        shift += width
 
 
 def _packed(codes: Tensor, width: int, shift: int) -> Tensor:

@@ -26,7 +26,7 @@ from ds_quant.comm.reduction_plan import (
 )
 from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.transport import Communicator
-from ds_quant.kernels.batch import Decode, Encode
+from ds_quant.kernels.batch import Decode, Encode, Offsets
 from ds_quant.kernels.dispatch import Operations, RngState, decode_lossless, encode_lossless
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
@@ -179,8 +179,8 @@ def _warm_up_transfer(
     wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
     reference = torch.zeros(numel, dtype=dtype, device=device)
     base = 2 if is_difference else None  # index of ``reference`` among the buffers
-    encode = [(Encode(codec, numel, 0, 1, job, base=base), (0,) * 4) for job in range(jobs)]
-    decode = [(Decode(codec, numel, 1, 2, job, is_difference), (0,) * 2) for job in range(jobs)]
+    encode = [(Encode(codec, numel, 0, 1, job, base=base), Offsets()) for job in range(jobs)]
+    decode = [(Decode(codec, numel, 1, 2, job, is_difference), Offsets()) for job in range(jobs)]
     for operations in (Operations(encode), Operations(decode)):
         _launch(run, operations, [values, wire, reference], [codec] * jobs)
 

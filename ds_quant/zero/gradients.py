@@ -26,7 +26,7 @@ from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import ReductionHop, Segment
 from ds_quant.comm.small_tensors import SMALL_NUMEL
 from ds_quant.comm.transport import Communicator
-from ds_quant.kernels.batch import Decode
+from ds_quant.kernels.batch import Decode, Offsets
 from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
@@ -113,7 +113,7 @@ class BucketLayout:
             bucket_buffer = 1 + segment.tensor
             decode = Decode(sums_codec, segment.numel, 0, bucket_buffer, 0)
             first_byte = torch.float32.itemsize * offset
-            tasks.append((decode, (first_byte, segment.start)))
+            tasks.append((decode, Offsets(wire=first_byte, values=segment.start)))
         return Operations(tasks)
 
 

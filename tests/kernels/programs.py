@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import Codec, GroupCodec
-from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Operation, Places, Recode, Rotate, Sum
+from ds_quant.kernels.batch import (
+    OWN_SIGNS,
+    Decode,
+    Encode,
+    Offsets,
+    Operation,
+    Recode,
+    Rotate,
+    Sum,
+)
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import ceil_div, round_up
@@ -59,27 +69,31 @@ class Program:
     def _lay_out(self, operations: Sequence[Operation], begin: list[int]) -> None:
         self.used, self.tasks = begin, []
         for operation in operations:
-            self.tasks.append((operation, self._places(operation)))
+            self.tasks.append((operation, self._offsets(operation)))
         row = self.used[ARRIVED] = round_up(self.used[ARRIVED], 64)
-        for place, (op, places) in enumerate(self.tasks):
-            if isinstance(op, Sum | Recode):
-                self.tasks[place] = op._replace(stride=row), places
+        for index, (operation, offsets) in enumerate(self.tasks):
+            if isinstance(operation, Sum | Recode):
+                self.tasks[index] = operation._replace(stride=row), offsets
 
-    def _places(self, op: Operation) -> Places:
+    def _offsets(self, op: Operation) -> Offsets:
         if isinstance(op, Encode):
-            first, wire = self._take(X, op.numel, 12), self._bytes(WIRE, op.codec, op.on_wire)
-            base = () if op.base is None else (self._take(BASE, op.numel, 13),)
-            return first, wire, 16 * first, *base
+            values, wire = self._take(X, op.numel, 12), self._bytes(WIRE, op.codec, op.on_wire)
+            base = 0 if op.base is None else self._take(BASE, op.numel, 13)
+            return Offsets(values=values, base=base, wire=wire, vector=16 * values)
         if isinstance(op, Decode):
-            return self._bytes(ARRIVED, op.codec, op.numel), self._take(OUT, op.numel)
+            wire = self._bytes(ARRIVED, op.codec, op.numel)
+            return Offsets(wire=wire, values=self._take(OUT, op.numel))
         if isinstance(op, Rotate):
-            return self._take(X, op.numel), self._take(SUMS, round_up(op.padded, 8))
+            values = self._take(X, op.numel)
+            return Offsets(values=values, rotated=self._take(SUMS, round_up(op.padded, 8)))
         own = self._take(OWN, round_up(op.on_wire, 8))
         if isinstance(op, Sum):
             values = self._take(op.values, round_up(op.numel, 8 if op.values == SUMS else 1))
-            return self._bytes(ARRIVED, op.codec, op.on_wire), values, own
-        read = self._bytes(ARRIVED, op.source, op.on_wire)
-        return read, self._bytes(WIRE, op.codec, op.on_wire), own, 16 * own
+            wire_in = self._bytes(ARRIVED, op.codec, op.on_wire)
+            return Offsets(wire_in=wire_in, values=values, own=own)
+        wire_in = self._bytes(ARRIVED, op.source, op.on_wire)
+        wire = self._bytes(WIRE, op.codec, op.on_wire)
+        return Offsets(wire_in=wire_in, wire=wire, own=own, vector=16 * own)
 
     def _take(self, buffer: int, items: int, gap: int = 0) -> int:
         start = self.used[buffer] + gap
@@ -106,17 +120,20 @@ class Program:
         for buffer, n in enumerate(used):
             byte = found[buffer].dtype == torch.uint8
             found[buffer].copy_(torch.full((n,), 0x55) if byte else torch.randn(n))
-        for op, places in self.tasks:
+        for op, offsets in self.tasks:
             if isinstance(op, Encode | Rotate):
-                new = found[X][places[0] :][: op.numel].copy_(values(op.numel))
+                new = found[X][offsets.values :][: op.numel].copy_(values(op.numel))
                 if isinstance(op, Encode) and op.base is not None:
-                    found[BASE][places[3] :][: op.numel] = new.float() * 1.001 + 0.01
+                    found[BASE][offsets.base :][: op.numel] = new.float() * 1.001 + 0.01
         for source in range(sources):
-            for op, places in reading:
-                codec = op.source if isinstance(op, Recode) else op.codec
-                x, table = values(getattr(op, "on_wire", op.numel)), table_of(codec, streams, op)
+            for op, offsets in reading:
+                x = values(getattr(op, "on_wire", op.numel))
+                codec = codec_of_source(op)
+                table = table_of(codec, streams, op)
                 wire = bytes_of(x.numpy(), codec, streams.address(op.stream, source), table)
-                found[ARRIVED][source * row + places[0] :][: len(wire)] = wire
+                first = offsets.wire if isinstance(op, Decode) else offsets.wire_in
+                start = source * row + first
+                found[ARRIVED][start:][: len(wire)] = wire
         return found
 
 
@@ -139,60 +156,101 @@ def bytes_of(
     return torch.frombuffer(filled, dtype=torch.uint8)
 
 
+def codec_of_source(op: Decode | Sum | Recode) -> Codec:
+    """Codec of the messages that an operation reads."""
+    return op.source if isinstance(op, Recode) else op.codec
+
+
+class Page(NamedTuple):
+    """A task with its buffers and streams, in the words of the page."""
+
+    op: Operation
+    offsets: Offsets
+    buffers: list[torch.Tensor]
+    streams: RngState
+
+    def values(self) -> np.ndarray:
+        """The numbers that are encoded or rotated, (numel,) fp32."""
+        op, offsets = self.op, self.offsets
+        x = self.buffers[X][offsets.values :][: op.numel].float().numpy()
+        if isinstance(op, Encode) and op.base is not None:
+            x = x - self.buffers[BASE][offsets.base :][: op.numel].float().numpy()
+        return oracle.rotate(x * self.signs(len(x)), op.block) if op.block else x
+
+    def signs(self, numel: int, sender: int | None = None) -> np.ndarray | int:
+        """Factors of the sign flips of `numel` elements."""
+        op = self.op
+        if not op.flips:
+            return 1
+        key, step = self.streams.rotations[op.stream].signs[:2]
+        return np.resize(oracle.signs_of(key, step, op.block, sender), numel)
+
+    def decoded(self, start: int, numel: int) -> np.ndarray:
+        """The numbers of a message that begins at byte `start`."""
+        codec = codec_of_source(self.op)
+        row = self.buffers[ARRIVED][start:][: codec.wire_bytes(numel)].numpy().tobytes()
+        table = table_of(codec, self.streams, self.op)
+        return oracle.read(row, format_of(codec), numel, table)
+
+    def rows(self) -> list[np.ndarray]:
+        """The rows of a sum in their order, (numel on the wire,) fp32 each."""
+        op, offsets = self.op, self.offsets
+        starts = [offsets.wire_in + source * op.stride for source in range(op.sources)]
+        rows = [self.decoded(start, op.on_wire) for start in starts]
+        if op.own_row is not None:
+            own = self.buffers[OWN][offsets.own :][: op.on_wire]
+            rows.insert(op.own_row, own.numpy())
+        return rows
+
+    def encode(self, x: np.ndarray) -> None:
+        """Write the message of x."""
+        op, offsets = self.op, self.offsets
+        table = table_of(op.codec, self.streams, op)
+        address = self.streams.address(op.stream, offsets.vector)
+        wire = bytes_of(x, op.codec, address, table)
+        self.buffers[op.wire][offsets.wire :][: len(wire)] = wire
+
+
+def added_up(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Sum in the order of the rows."""
+    total = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def final_sum(page: Page) -> np.ndarray:
+    """The sum of a Sum, rotated back and scaled."""
+    op = page.op
+    rows = page.rows()
+    if op.flips == OWN_SIGNS:
+        turned_back = [oracle.unrotate(row, op.block, op.block) for row in rows]
+        rows = [row * page.signs(len(row), k) for k, row in enumerate(turned_back)]
+        return added_up(rows) * np.float32(op.scale / op.block)
+    total = added_up(rows)
+    if op.block:
+        return oracle.unrotate(total, op.block, op.scale) * page.signs(len(total))
+    return total * np.float32(op.scale)
+
+
 def carry_out(
-    op: Operation, places: Places, buffers: list[torch.Tensor], streams: RngState
+    op: Operation, offsets: Offsets, buffers: list[torch.Tensor], streams: RngState
 ) -> None:
     """Do a task as the page says."""
-    block, flips, rotation = getattr(op, "block", 0), getattr(op, "flips", 0), None
-    rotation = streams.rotations[op.stream]
-
-    def signs(n: int, sender: int | None = None) -> np.ndarray | int:
-        if not flips:
-            return 1
-        return np.resize(oracle.signs_of(*rotation.signs[:2], block, sender), n)
-
-    def write(x: np.ndarray, vector: int) -> None:
-        table = table_of(op.codec, streams, op)
-        wire = bytes_of(x, op.codec, streams.address(op.stream, vector), table)
-        buffers[op.wire][places[1] :][: len(wire)] = wire
-
-    def read(codec: Codec, n: int, source: int = 0) -> np.ndarray:
-        start = places[0] + source * getattr(op, "stride", 0)
-        row = buffers[ARRIVED][start:][: codec.wire_bytes(n)].numpy().tobytes()
-        return oracle.read(row, format_of(codec), n, table_of(codec, streams, op))
-
-    if isinstance(op, Encode | Rotate):
-        x = buffers[X][places[0] :][: op.numel].float().numpy()
-        if getattr(op, "base", None) is not None:
-            x = x - buffers[BASE][places[3] :][: op.numel].float().numpy()
-        x = oracle.rotate(x * signs(len(x)), block) if block else x
-        if isinstance(op, Encode):
-            write(x, places[2])
-        else:
-            buffers[op.rotated][places[1] :][: op.padded] = torch.from_numpy(x)
-    elif isinstance(op, Decode):
-        out = buffers[op.values][places[1] :][: op.numel]
-        found = torch.from_numpy(read(op.codec, op.numel))
-        out.copy_(found + out.float() if op.add else found)
+    page = Page(op, offsets, buffers, streams)
+    if isinstance(op, Encode):
+        page.encode(page.values())
+    elif isinstance(op, Recode):
+        page.encode(added_up(page.rows()))
+    elif isinstance(op, Rotate):
+        buffers[op.rotated][offsets.rotated :][: op.padded] = torch.from_numpy(page.values())
     else:
-        codec, own = op.source if isinstance(op, Recode) else op.codec, buffers[OWN][places[2] :]
-        rows = [read(codec, op.on_wire, source) for source in range(op.sources)]
-        if op.own_row is not None:
-            rows.insert(op.own_row, own[: op.on_wire].numpy())
-        if flips == OWN_SIGNS:
-            rows = [oracle.unrotate(r, block, block) * signs(len(r), k) for k, r in enumerate(rows)]
-        total = rows[0].copy()
-        for row in rows[1:]:
-            total += row
-        if isinstance(op, Recode):
-            write(total, places[3])
-            return
-        if block and flips != OWN_SIGNS:
-            total = oracle.unrotate(total, block, op.scale) * signs(len(total))
+        out = buffers[op.values][offsets.values :][: op.numel]
+        if isinstance(op, Sum):
+            out.copy_(torch.from_numpy(final_sum(page)[: op.numel]))
         else:
-            total *= np.float32(op.scale / (block or 1))
-        out = buffers[op.values][places[1] :][: op.numel]
-        out.copy_(torch.from_numpy(total[: op.numel]))
+            found = torch.from_numpy(page.decoded(offsets.wire, op.numel))
+            out.copy_(found + out.float() if op.add else found)
 
 
 def check(

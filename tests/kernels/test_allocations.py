@@ -140,13 +140,13 @@ def test_reads_of_large_rows_lie_inside_their_allocations(reads: Reads) -> None:
 
 def values_of(program: Program) -> Iterator[tuple[int, int, int]]:
     """Buffer, first element and length of all values that its tasks read or write."""
-    for operation, places in program.tasks:
+    for operation, offsets in program.tasks:
         if isinstance(operation, Encode | Rotate):
-            yield X, places[0], operation.numel
+            yield X, offsets.values, operation.numel
             if getattr(operation, "base", None) is not None:
-                yield BASE, places[3], operation.numel
+                yield BASE, offsets.base, operation.numel
         elif isinstance(operation, Decode):
-            yield OUT, places[1], operation.numel
+            yield OUT, offsets.values, operation.numel
 
 
 @pytest.mark.parametrize("codec", IN_ANY_PLACE, ids=str)

@@ -21,7 +21,7 @@ import torch
 from ds_quant.codec.bound import encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch
-from ds_quant.kernels.batch import Encode, records_of
+from ds_quant.kernels.batch import Encode, Offsets, records_of
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.launch import FIELDS, Launch, fields_of, table_of
 from tests.kernels.backends import tables_of
@@ -152,10 +152,9 @@ def test_rows_that_are_not_aligned_take_the_careful_variant(what: str, skewed: s
     values, base = tensors.values()
     out = torch.empty(2, CODEC.wire_bytes(numel), dtype=torch.uint8)
     operation = Encode(CODEC, numel, 0, 1, 0, base=2)
-    places = [
-        (row * values.stride(0), row * out.stride(0), 0, row * base.stride(0)) for row in range(2)
-    ]
-    (table,) = tables_of([(operation, p) for p in places], [values, out, base])
+    step = Offsets(values=values.stride(0), base=base.stride(0), wire=out.stride(0))
+    tasks = [(operation, step.times(row)) for row in range(2)]
+    (table,) = tables_of(tasks, [values, out, base])
     assert dict(table.macros)["DSQ_WHOLE"] == (skewed == "nothing")
 
 

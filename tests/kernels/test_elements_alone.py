@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.kernels.batch import Decode, Encode, Rotate, Sum, Task
+from ds_quant.kernels.batch import Decode, Encode, Offsets, Rotate, Sum, Task
 from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import ceil_div, round_up
 from tests.kernels.programs import streams_of
@@ -48,15 +48,15 @@ def test_no_shard_goes_element_by_element(shim, cuda_kernels, ranks: int) -> Non
         encode = Encode(codec, numel, 0, 1, 0)
         how = {"sources": 1, "stride": 0, "own_row": 1, "own": 4}
         found = {
-            "encode": [(encode, (skew, 0, 0))],
-            "decode": [(Decode(codec, numel, 1, 3, 0), (0, skew))],
-            "sum": [(Sum(codec, numel, 1, 3, 0, **how), (0, skew, 0))],
+            "encode": [(encode, Offsets(values=skew))],
+            "decode": [(Decode(codec, numel, 1, 3, 0), Offsets(values=skew))],
+            "sum": [(Sum(codec, numel, 1, 3, 0, **how), Offsets(values=skew))],
         }
         if codec is not EXACT:
-            found["difference"] = [(encode._replace(base=2), (skew, 0, 0, skew))]
-            found["decode, added"] = [(Decode(codec, numel, 1, 3, 0, True), (0, skew))]
-            found["rotated"] = [(Rotate(codec, numel, 0, 4, 0, 32), (skew, 0))]
-            found["encode, rotated"] = [(encode._replace(block=32), (skew, 0, 0))]
+            found["difference"] = [(encode._replace(base=2), Offsets(values=skew, base=skew))]
+            found["decode, added"] = [(Decode(codec, numel, 1, 3, 0, True), Offsets(values=skew))]
+            found["rotated"] = [(Rotate(codec, numel, 0, 4, 0, 32), Offsets(values=skew))]
+            found["encode, rotated"] = [(encode._replace(block=32), Offsets(values=skew))]
         shares = {name: share(shim, tasks, buffers, codec) for name, tasks in found.items()}
         assert all(one <= MOST for one in shares.values()), shares
     before = shim.elements_alone()
@@ -67,4 +67,4 @@ def test_no_shard_goes_element_by_element(shim, cuda_kernels, ranks: int) -> Non
 
 def test_elements_alone_are_counted(shim, cuda_kernels) -> None:
     buffers = [torch.randn(100).bfloat16(), torch.zeros(16, dtype=torch.uint8)]
-    assert share(shim, [(Encode(EXACT, 7, 0, 1, 0), (1, 0, 0))], buffers, EXACT) == 1
+    assert share(shim, [(Encode(EXACT, 7, 0, 1, 0), Offsets(values=1))], buffers, EXACT) == 1

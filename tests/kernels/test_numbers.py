@@ -18,7 +18,17 @@ import torch
 from ds_quant.codec.bound import BoundCodec, decode, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.message import _shard_message
-from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Recode, Rotate, Sum, rows_of
+from ds_quant.kernels.batch import (
+    OWN_SIGNS,
+    Decode,
+    Encode,
+    Offsets,
+    Recode,
+    Rotate,
+    Rows,
+    Sum,
+    rows_of,
+)
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.launch import tiling, whole_numel
 from tests import needs
@@ -213,13 +223,13 @@ def test_halves_are_read_and_rounded_as_torch_does(all_kernels) -> None:
     check(all_kernels, Program(found), streams_of([CAST_FP16]), FP32, values=values)
 
 
-def run(kernels, operation, places: int, *buffers: torch.Tensor) -> torch.Tensor:
+def run(kernels, operation, *buffers: torch.Tensor) -> torch.Tensor:
     """One task at the begin of its buffers; what it has written into the last one."""
     there, streams = (
         [kernels.put(b) for b in buffers],
         RngState([BoundCodec(operation.codec)], [None]),
     )
-    Operations([(operation, (0,) * places)]).run(there, streams)
+    Operations([(operation, Offsets())]).run(there, streams)
     return there[-1].cpu()
 
 
@@ -229,8 +239,8 @@ def test_exact_values_keep_every_bit(all_kernels, dtype: torch.dtype) -> None:
     bits = torch.randint(-(1 << 15), 1 << 15, (dtype.itemsize * 5000,), dtype=torch.int16)
     x, codec = bits.view(dtype)[:4999], CastCodec(dtype)
     out = torch.empty(codec.wire_bytes(4999), dtype=torch.uint8)
-    wire = run(all_kernels, Encode(codec, 4999, 0, 1, 0), 3, x, out)
-    found = run(all_kernels, Decode(codec, 4999, 0, 1, 0), 2, wire, torch.empty_like(x))
+    wire = run(all_kernels, Encode(codec, 4999, 0, 1, 0), x, out)
+    found = run(all_kernels, Decode(codec, 4999, 0, 1, 0), wire, torch.empty_like(x))
     assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
 
 
@@ -384,7 +394,8 @@ def test_random_bits_of_rows_lie_a_stride_apart(all_kernels, bits: int, numel: i
     for step in (16 * 5000, 1 << 33, 8):
         program = Program([Encode(codec, numel, X, WIRE, stream) for stream in (0, 3)] * 5)
         program.tasks = [
-            (op, (*places[:2], row // 2 * step)) for row, (op, places) in enumerate(program.tasks)
+            (op, offsets._replace(vector=row // 2 * step))
+            for row, (op, offsets) in enumerate(program.tasks)
         ]
         check(all_kernels, program, streams_of([codec] * 4))
 
@@ -447,29 +458,38 @@ def test_all_sources_of_a_sum_may_be_one_row(all_kernels) -> None:
     """As the rehearsal has them."""
     codec = absmax(8, 128)
     program = Program([Sum(codec, 256, ARRIVED, OUT, 0, 4, 0, None, OWN)])
-    program.tasks = [(op._replace(stride=0), places) for op, places in program.tasks]
+    program.tasks = [(op._replace(stride=0), offsets) for op, offsets in program.tasks]
     check(all_kernels, program, streams_of([codec]))
 
 
 def test_pieces_at_equal_distances_become_rows() -> None:
-    """Two nodes of three ranks: the shards of a gradient in the messages to each of them."""
+    """The shards of a gradient in the messages to three ranks."""
     operation = Encode(INT4, 50, 0, 1, 0)
+    step = Offsets(values=50, wire=64, vector=800)
+    first = Offsets(values=7, wire=16)
     tasks = [
-        (operation, (50 * (3 * node + local), 1000 * local + 64 * node, 800 * (3 * node + local)))
-        for local in range(3)
-        for node in range(2)
+        (operation, first),
+        (operation, Offsets(values=57, wire=80, vector=800)),
+        (operation, Offsets(values=107, wire=144, vector=1600)),
     ]
-    (rows,) = rows_of(tasks, 2)
-    assert (rows.places, rows.shape) == ((0, 0, 0), (3, 2))
-    assert rows.steps == ((50, 1000, 800), (150, 64, 2400))
-    backwards = rows_of([tasks[0], *tasks[::-1]], 1)
-    assert all(step >= 0 for found in backwards for step in found.steps[0])
-    ragged = [*tasks[:-1], (operation._replace(numel=49), tasks[-1][1])]
-    assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]
-    wider = [*tasks[:-1], (operation, tuple(place + 8 for place in tasks[-1][1]))]
-    assert [found.shape for found in rows_of(wider, 2)] == [(2, 2), (1, 2)]
-    longer = [(operation, (8 * place,)) for place in (0, 1, 2, 10, 11)]
-    assert [found.shape for found in rows_of(longer, 2)] == [(1, 3), (1, 2)]
+    assert rows_of(tasks) == [Rows(operation, first, 3, step)]
+    assert rows_of(tasks[:1]) == [Rows(operation, first, 1, Offsets())]
+
+    backwards = rows_of([tasks[0], *tasks[::-1]])
+    assert [rows.num_rows for rows in backwards] == [2, 1, 1]
+    shorter = (operation._replace(numel=49), tasks[2][1])
+    assert [rows.num_rows for rows in rows_of([*tasks[:2], shorter])] == [2, 1]
+    farther = (operation, tasks[2][1]._replace(wire=152))
+    assert [rows.num_rows for rows in rows_of([*tasks[:2], farther])] == [2, 1]
+    two_runs = [(operation, Offsets(values=8 * place)) for place in (0, 1, 2, 10, 11)]
+    assert [rows.num_rows for rows in rows_of(two_runs)] == [3, 2]
+
+
+def test_rows_of_operations_that_kernels_take_one_by_one_stay_alone() -> None:
+    add_up = Sum(INT4, 128, ARRIVED, OUT, 0, 4, 0, None, OWN)
+    assert [rows.num_rows for rows in rows_of([(add_up, Offsets())] * 3)] == [1, 1, 1]
+    decode = Decode(INT4, 128, ARRIVED, OUT, 0)
+    assert [rows.num_rows for rows in rows_of([(decode, Offsets())] * 3)] == [3]
 
 
 @needs.native_kernels

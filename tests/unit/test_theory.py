@@ -20,7 +20,7 @@ import torch
 
 from ds_quant.codec.bound import BoundCodec, Rotation, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels.batch import OWN_SIGNS, Encode, Sum
+from ds_quant.kernels.batch import OWN_SIGNS, Encode, Offsets, Sum
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from tests.unit.wire_oracle import LEVELS
@@ -128,14 +128,17 @@ def sum_of(x: torch.Tensor, bits: int, step: int) -> torch.Tensor:
     )
     wire, out = torch.empty(nodes * row, dtype=torch.uint8), torch.empty(numel)
     sends = [
-        (Encode(codec, numel, 0, 1, node, block, True), (node * numel, node * row, 0))
+        (
+            Encode(codec, numel, 0, 1, node, block, True),
+            Offsets(values=node * numel, wire=node * row),
+        )
         for node in range(nodes)
     ]
     add = Sum(
         codec, numel, wire_in=1, values=2, stream=0, sources=nodes, stride=row, own_row=None,
         own=2, block=block, flips=OWN_SIGNS,
     )  # fmt: skip
-    for tasks in (sends, [(add, (0, 0, 0))]):
+    for tasks in (sends, [(add, Offsets())]):
         Operations(tasks).run([x.reshape(-1), wire, out], streams)
     return out
 

@@ -141,6 +141,12 @@ class BucketReduction:
                 plan = self._plan(members, start, dtype, full)
                 plans.append(plan)
                 start = plan.stop
+            if start != bucket.buffer().numel():
+                raise RuntimeError(
+                    f"quantized_comm: DDP reduces a bucket of {bucket.buffer().numel()} elements "
+                    f"where {start} were expected, of {len(params)} parameters such as "
+                    f"{params[0].name}: please report this with the release of torch"
+                )
         return plans
 
     def _plan(self, params: Sequence[Param], start: int, dtype: torch.dtype, full: bool) -> _Plan:

@@ -28,7 +28,7 @@ from ds_quant.policy.scheme import FLOATS, Scheme
 from ds_quant.runtime.copies import differing_ranks, replicas_differ
 from ds_quant.runtime.fallback import Fallback
 from ds_quant.runtime.figures import figures
-from ds_quant.runtime.front import Workload
+from ds_quant.runtime.front import Workload, saved_step
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
@@ -95,6 +95,7 @@ class AttachedModel:
         self._telemetry: StepTelemetry | None = None
         self._fallback: Fallback | None = None
         self._found_nonfinite = False
+        self._has_equal_rounds = False  # compared since the start or the last load
         # Rounds when the optimizer last stepped, and those of the optimizer step before.
         self._step_of_optimizer = 0
         self._rounds_of_optimizer = 0
@@ -146,11 +147,12 @@ class AttachedModel:
         buffer = bucket.buffer()
         with self._on_own_stream():
             if bucket.index() == 0:
+                self._compare_rounds()
                 self._compare_replicas(buffer)
             if self.run.topology.world == 1:
                 future = self._new_future()
                 self._complete(bucket, future)
-            elif buffer.dtype not in FLOATS:
+            elif bucket.parameters()[0].dtype not in FLOATS:  # complex ones have a real buffer
                 flat = self.run.world.hierarchy.flat
                 flat.count_ring(buffer.nbytes, role="gradients", passes=2)
                 future = allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the world
@@ -197,6 +199,23 @@ class AttachedModel:
             self._fallback.after_step(skipped=False)
         if self._telemetry is not None:
             self._telemetry.after_step()
+
+    def _compare_rounds(self) -> None:
+        """Compare the number of rounds of all ranks, in the first one after a start or a load.
+
+        Raises:
+            RuntimeError: on all ranks, if ranks begin with other rounds.
+        """
+        if self._has_equal_rounds:
+            return
+        self._has_equal_rounds = True
+        rounds = torch.tensor([self.step, -self.step], device=self.run.device)
+        least, inverted_most = self.run.votes.least(rounds).tolist()
+        if least != -inverted_most:
+            raise RuntimeError(
+                f"{KEY}: ranks begin with round {least} to {-inverted_most}, and random bits need "
+                "equal rounds: call front.load_state_dict on all ranks, with equal states"
+            )
 
     def _compare_replicas(self, gradients: Tensor) -> None:
         """Compare the weights of all ranks every ``checksum_steps`` rounds, and after the first.
@@ -255,8 +274,13 @@ class AttachedModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a checkpoint's state."""
-        self.step = int(state["step"])
+        """Take over a checkpoint's state. Call it on all ranks, with equal states.
+
+        Raises:
+            ValueError: a state without a number of rounds.
+        """
+        self.step = saved_step(state)
+        self._has_equal_rounds = False
         self.run.state.exact_until = int(state.get("exact_until", 0))
         self._step_of_optimizer = self.step
         if self._telemetry is not None:

@@ -38,7 +38,7 @@ from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime.copies import compare_copies, differing_ranks, replicas_differ
 from ds_quant.runtime.fallback import Fallback
 from ds_quant.runtime.figures import figures
-from ds_quant.runtime.front import Workload
+from ds_quant.runtime.front import Workload, saved_step
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.start_line import start_line
@@ -414,8 +414,12 @@ class AttachedModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a checkpoint's state; the next forward fills weights that nodes keep."""
-        self.step = int(state["step"])
+        """Take over a checkpoint's state; the next forward fills weights that nodes keep.
+
+        Raises:
+            ValueError: a state without a number of steps.
+        """
+        self.step = saved_step(state)
         self.run.state.exact_until = int(state.get("exact_until", 0))
         self.run.state.learned_at = int(state.get("learned_at", 0))
         levels: dict[str, Tensor] = state.get("levels", {})

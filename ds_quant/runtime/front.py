@@ -6,12 +6,14 @@ knows what only its library can tell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ds_quant.config.errors import KEY
 from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
 
@@ -31,6 +33,28 @@ class Workload:
     micro_steps: int
     gradient_dtype: torch.dtype
     stock_gradients: bool = False
+
+
+MOST_STEPS = 1 << 39  # random bits are addressed by 64-bit integers of step and reduction
+
+
+def saved_step(state: Mapping[str, Any]) -> int:
+    """Return the step of a front's ``state_dict``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    step = state.get("step") if isinstance(state, Mapping) else None
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < MOST_STEPS:
+        raise ValueError(
+            f"{KEY}: front.load_state_dict: step={step!r}: allowed: the state that "
+            "front.state_dict() has returned, with a whole number of steps"
+        )
+    return number
 
 
 class Front(Protocol):

@@ -56,6 +56,7 @@ def _fsdp2_step() -> dict[str, Any]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
 
     from ds_quant import fsdp2
 
@@ -73,8 +74,9 @@ def _fsdp2_step() -> dict[str, Any]:
     fsdp2.attach(model, _SCHEME, optimizer=optimizer)
     model(torch.ones(2, _WIDTH, device=device)).float().square().mean().backward()
     optimizer.step()
-    weight = next(model.parameters()).full_tensor()
-    return {"imported": False, "backend": backend, **_result(model, weight)}
+    weight = next(model.parameters())
+    assert isinstance(weight, DTensor)  # fully_shard has sharded it
+    return {"imported": False, "backend": backend, **_result(model, weight.full_tensor())}
 
 
 def _has_gpus() -> bool:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from ds_quant.config.errors import KEY, show
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_NOT_ASKED = "its own checks of this file were not made"
 _NO_BATCH = (
     "neither train_batch_size nor train_micro_batch_size_per_gpu is set: DeepSpeed needs one of "
     "them, unless a Trainer gives it"
@@ -42,7 +43,7 @@ def check(param_dict: Mapping[str, Any], *, world: int | None) -> list[str]:
         RefusedByDeepSpeed: with DeepSpeed's reason.
     """
     if not is_installed():
-        return ["DeepSpeed is not installed here: its own checks of this file were not made"]
+        return [f"DeepSpeed is not installed here: {_NOT_ASKED}"]
     # Disabled: hooks of the plugin would import the user's codecs.
     settings = {**_without_auto(param_dict), KEY: {"enabled": False}}
     notes = []
@@ -51,8 +52,10 @@ def check(param_dict: Mapping[str, Any], *, world: int | None) -> list[str]:
         if not any(key in param_dict for key in _BATCH_KEYS):
             notes.append(_NO_BATCH)
     with _quiet():
-        import deepspeed
-
+        try:
+            import deepspeed
+        except Exception as error:  # an installation may be broken in any way
+            return [f"DeepSpeed cannot be imported ({_in_one_line(error)}): {_NOT_ASKED}"]
         world = world or _fitting_world(settings)
         try:
             config = _build(settings, world)
@@ -79,13 +82,17 @@ def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fitting_world(settings: Mapping[str, Any]) -> int:
     """Return a number of ranks for which the batch sizes add up, if there is one; else 1."""
-    micro_batch = settings.get("train_micro_batch_size_per_gpu")
-    accumulation = settings.get("gradient_accumulation_steps")
-    batch = settings.get("train_batch_size")
-    sizes = (batch, micro_batch, accumulation)
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    batch = _size(settings.get("train_batch_size"))
+    micro_batch = _size(settings.get("train_micro_batch_size_per_gpu"))
+    accumulation = _size(settings.get("gradient_accumulation_steps"))
+    if not (batch and micro_batch and accumulation):
         return 1
     return max(1, batch // (micro_batch * accumulation))
+
+
+def _size(value: object) -> int:
+    """Return a size that a config gives, 0 for anything else."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 @contextmanager
@@ -105,7 +112,7 @@ def _build(settings: dict[str, Any], world: int) -> Any:
     """Return DeepSpeed's config of a run of ``world`` ranks."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    class Config(DeepSpeedConfig):  # type: ignore[misc]
+    class Config(DeepSpeedConfig):
         """The config with a given number of ranks, in place of that of a process group."""
 
         def _configure_train_batch_size(self) -> None:
@@ -118,13 +125,17 @@ def _build(settings: dict[str, Any], world: int) -> Any:
 def _reason(error: Exception, settings: dict[str, Any], world: int) -> str:
     """Return the message of an error in one line; pydantic's with the section of the key."""
     if not isinstance(error, ValidationError):
-        return " ".join(str(error).split()) or type(error).__name__
+        return _in_one_line(error)
     sentences = []
     for mistake in error.errors(include_url=False):
         location = [str(part) for part in mistake["loc"]]
         path = ".".join([*_section_with(location[:1], settings, world), *location])
         sentences.append(f"{path}={show(mistake['input'])}: {mistake['msg']}")
     return "; ".join(sentences)
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _section_with(key: list[str], settings: dict[str, Any], world: int) -> list[str]:

@@ -167,3 +167,42 @@ def test_eden4_receives_a_seventh_of_the_bytes_of_ddp(world: int, node_size: int
         small / volume.numel
     )
     assert per_rank <= 2 * (world - 1) / world * 0.6
+
+
+# ---- complex parameters ----
+
+
+class Phases(nn.Module):
+    """A model with complex parameters beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.phases = nn.ParameterList(
+            [nn.Parameter(torch.randn(size, dtype=torch.complex64)) for size in (1, 5, 4096)]
+        )
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotated = sum((phase.real.sum() + 2 * phase.imag.sum()) for phase in self.phases)
+        return self.linear(x) * rotated
+
+
+@on_ranks(2)
+def test_complex_gradients_are_reduced_whole_and_exactly() -> None:
+    """DDP hands over a complex bucket as its real view, of twice as many elements."""
+
+    def gradients(block: dict[str, Any] | None) -> list[Tensor]:
+        def one_backward(run: Run) -> None:
+            torch.manual_seed(dist.get_rank())
+            (run.model(torch.randn(4, 64)) ** 2).mean().backward()
+
+        run = played(one_backward, block, make=Phases)
+        return [parameter.grad for parameter in run.model.parameters()]
+
+    plain = gradients(None)
+    for scheme in ("full_precision", "eden4"):
+        found = gradients({"scheme": scheme, "min_numel": 64})
+        for ours, theirs in zip(found, plain, strict=True):
+            if ours.is_complex():
+                assert torch.equal(ours, theirs), scheme

@@ -513,3 +513,26 @@ def test_memory_is_that_of_runs_and_the_line_promises_it(world: int, node_size: 
             expected = 1.01 * report["expected_peak_bytes"]  # of messages without their padding
             assert 0 < most[-1] <= expected <= 2 * most[-1], (scheme, most)
     assert most[0] < most[2] / 3 and most[1] < most[3] / 3
+
+
+# ---- states of other ranks ----
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_has_loaded_ends_all_of_them() -> None:
+    run = attached()
+    if dist.get_rank() == 0:
+        run.front.load_state_dict({"step": 7})
+    with pytest.raises(
+        RuntimeError, match=r"ranks begin with round 0 to 7.*load_state_dict on all"
+    ):
+        run.backward(0)
+
+
+@pytest.mark.parametrize("state", [{}, None, {"step": -1}, {"step": 1.5}, {"step": 2**70}], ids=str)
+@on_ranks(1)
+def test_a_state_without_a_number_of_rounds_is_refused(state: Any) -> None:
+    run = attached()
+    with pytest.raises(ValueError, match=r"front\.load_state_dict: step=.* allowed: the state"):
+        run.front.load_state_dict(state)
+    assert run.front.step == 0

@@ -113,6 +113,14 @@ def test_the_users_codec_is_not_imported(monkeypatch) -> None:
     assert stock_config.check(without_block, world=None) == []
 
 
+def test_a_broken_installation_is_a_note(monkeypatch) -> None:
+    """importlib finds a module whose import fails."""
+    monkeypatch.setattr(stock_config, "is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    (note,) = stock_config.check(config(**MICRO_BATCH), world=None)
+    assert note.startswith("DeepSpeed cannot be imported (") and "were not made" in note
+
+
 def test_commands_run_without_deepspeed(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({**config(), **MICRO_BATCH}))

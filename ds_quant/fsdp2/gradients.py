@@ -34,7 +34,6 @@ are no streams, and the hook blocks the host until the sums are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,6 +51,7 @@ from ds_quant.comm.small_tensors import is_tight, small_tensors_last
 from ds_quant.comm.transport import keep_for_current_stream
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
+from ds_quant.fsdp2.module_reductions import BegunReduction, PartialSums, ReductionPlan
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.torch_names import FsdpParam, ReduceScatter
 from ds_quant.kernels.wire import shard_range
@@ -65,81 +65,6 @@ from ds_quant.runtime.param import (
 from ds_quant.runtime.plan_cache import PlanCache
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Plan:
-    """The reduction of some gradients of a sharded module, the same in every step.
-
-    rows: the parameters that have gradients.
-    returned: with replicas, writes the sums of all nodes over the row, with ``returned_codecs``.
-    """
-
-    rows: ShardedModule
-    gradient_codecs: Sequence[GradientCodecs]
-    sums: GradientSums
-    returned: ReturnedSums | None = None
-    returned_codecs: Sequence[GradientCodecs] = ()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _BegunReduction:
-    """A reduction over all hops, whose last messages are posted.
-
-    sums: this rank's row; with replicas the part of it that this rank sums.
-    address: of the random bits.
-    """
-
-    plan: _Plan
-    reduction: Reduction
-    sums: Tensor
-    address: int
-
-    def finish(self, row: Tensor) -> None:
-        """Wait for the sums; with replicas write those of all nodes over ``row``."""
-        self.reduction.wait()
-        returned = self.plan.returned
-        if returned is not None:
-            codecs, signs = bind(self.plan.returned_codecs, self.address, self.address)
-            returned.send(self.sums, row, [bound for (bound,) in codecs], signs).wait()
-
-
-@dataclass(eq=False, kw_only=True)
-class _PartialSums:
-    """Sums of this node, between two backwards of an optimizer step.
-
-    last: the reduction that still adds to them.
-    versions: by parameter, the version of the gradient that FSDP2 has added zeros to.
-    """
-
-    plan: _Plan
-    values: Tensor
-    last: Reduction
-    versions: tuple[int, ...] = ()
-
-    def members_without_gradient(self) -> list[int]:
-        """Return the indices of parameters whose gradient was dropped."""
-        members = self.plan.rows.members
-        return [i for i, member in enumerate(members) if member.sharded_param.grad is None]
-
-    def drop(self, indices: Collection[int]) -> None:
-        """Drop the sums of some parameters."""
-        self.last.wait()
-        self.plan.sums.drop_partial_sums(self.values, indices)
-
-    def note_versions(self) -> None:
-        """Note the versions of the gradients."""
-        self.versions = self._versions()
-
-    def was_written(self) -> bool:
-        """Return True if code outside of FSDP2 has written a gradient since."""
-        pairs = zip(self.versions, self._versions(), strict=False)
-        return any(noted != now and now >= 0 for noted, now in pairs)
-
-    def _versions(self) -> tuple[int, ...]:
-        """Return the version of every gradient, -1 where there is none."""
-        gradients = [member.sharded_param.grad for member in self.plan.rows.members]
-        return tuple([-1 if gradient is None else gradient._version for gradient in gradients])
-
-
 class QuantizedReduceScatter(ReduceScatter):
     """The reduce-scatter of one sharded module: see [Note: one backward, one step]."""
 
@@ -151,12 +76,13 @@ class QuantizedReduceScatter(ReduceScatter):
         group = sharded.group
         self._own = group._reduce_scatter_comm  # FSDP2's
         self._mesh_records = group.mesh_info, group.post_forward_mesh_info
-        self._plans: PlanCache[tuple[torch.dtype, bool, float, tuple[bool, ...]], _Plan]
+        self._plans: PlanCache[tuple[torch.dtype, bool, float, tuple[bool, ...]], ReductionPlan]
         self._plans = PlanCache()
         self._has_gradient: tuple[bool, ...] = ()  # by parameter, in this backward
-        self._partial_sums: dict[_Plan, _PartialSums] = {}
+        self._partial_sums: dict[ReductionPlan, PartialSums] = {}
+        self._has_users_hook = False  # of set_all_reduce_hook, in this backward
         # With replicas, between the reduce-scatter and the all-reduce hook.
-        self._begun: _BegunReduction | None = None
+        self._begun: BegunReduction | None = None
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
         self.last_reductions = 0  # in the last one
         # True if a gradient was written between two backwards of this optimizer step.
@@ -177,6 +103,7 @@ class QuantizedReduceScatter(ReduceScatter):
             self._before_reduction()
             with profiler_range("reduce", self._sharded.title):
                 users_hook = group._all_reduce_hook
+                self._has_users_hook = users_hook is not None
                 if has_replicas:
                     # For this call only: the user may set another one at any time.
                     group._all_reduce_hook = partial(self.all_reduce, users_hook)
@@ -212,9 +139,10 @@ class QuantizedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce ``input_tensor``, (ranks * row,), to this rank's row in ``output_tensor``.
 
-        Encode the gradients and reduce them over the hops, with the sums written over the row, of
-        which padding stays as it is. With replicas post the last hop only: the all-reduce hook
-        writes the row. Before the last backward reduce inside the node, and return zeros.
+        Encode the gradients and reduce them over the hops, with the sums written over the row. Its
+        padding is zero if a hook of the user will see it, else it stays as it is. With replicas
+        post the last hop only: the all-reduce hook writes the row. Before the last backward reduce
+        inside the node, and return zeros.
         """
         self._run.refuse_capture()
         if not self._sharded.reduces:
@@ -222,6 +150,8 @@ class QuantizedReduceScatter(ReduceScatter):
             return self._own(output_tensor, input_tensor, group, op, async_op)
         self._context.after_reduction()
         plan = self._plan(input_tensor, self._scale(op))
+        if self._has_users_hook:
+            output_tensor.zero_()  # the padding, which FSDP2's own sums leave zero
         self._begun = None
         if not self._crosses:
             self._accumulate(plan, input_tensor)
@@ -252,7 +182,7 @@ class QuantizedReduceScatter(ReduceScatter):
         if users_hook is not None:
             users_hook(row)
 
-    def _finish(self, begun: _BegunReduction, row: Tensor) -> None:
+    def _finish(self, begun: BegunReduction, row: Tensor) -> None:
         """Finish a reduction, and those of partial sums of other parameters."""
         begun.finish(row)
         while self._partial_sums:
@@ -273,6 +203,10 @@ class QuantizedReduceScatter(ReduceScatter):
     def after_step(self) -> None:
         """Begin the next optimizer step."""
         self.last_reductions = self._reductions
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step anew, whose random bits are then those of a resumed run."""
         self._reductions = 0
         self.has_written_gradients = False
 
@@ -284,6 +218,8 @@ class QuantizedReduceScatter(ReduceScatter):
         own = {id(member.sharded_param) for member in self._sharded.members}
         if parameters is None or not own.isdisjoint(parameters):
             self.has_written_gradients = False
+        if parameters is None or own.issubset(parameters):
+            self.begin_step()
         for plan, partial_sums in list(self._partial_sums.items()):
             members = plan.rows.members
             dropped = [
@@ -301,8 +237,15 @@ class QuantizedReduceScatter(ReduceScatter):
 
     @property
     def _crosses(self) -> bool:
-        """True if this backward sends gradients between the nodes."""
-        return not self._sharded.defers_inter_node or self._sharded.is_last_backward
+        """True if this backward sends gradients between the nodes.
+
+        A user's hook sees the gradients of every backward, as under FSDP2 alone. With replicas
+        FSDP2 calls it in backwards that reduce over the replicas only.
+        """
+        if not self._sharded.defers_inter_node or self._sharded.is_last_backward:
+            return True
+        has_replicas = self._sharded.level.replicas > 1
+        return not has_replicas and self._sharded.group._all_reduce_hook is not None
 
     def _before_reduction(self) -> None:
         """Note the parameters that have gradients: see [Note: which gradients]."""
@@ -367,11 +310,11 @@ class QuantizedReduceScatter(ReduceScatter):
 
     def _begin(
         self,
-        plan: _Plan,
+        plan: ReductionPlan,
         gradients: Tensor | None,
-        partial_sums: _PartialSums | None,
+        partial_sums: PartialSums | None,
         row: Tensor,
-    ) -> _BegunReduction:
+    ) -> BegunReduction:
         """Begin to reduce gradients over all hops, with earlier partial sums, to this rank's row.
 
         gradients: None to reduce the partial sums alone.
@@ -391,9 +334,9 @@ class QuantizedReduceScatter(ReduceScatter):
             partial_sums=values,
             ends_elsewhere=has_replicas,
         )
-        return _BegunReduction(plan=plan, reduction=reduction, sums=sums, address=address)
+        return BegunReduction(plan=plan, reduction=reduction, sums=sums, address=address)
 
-    def _add(self, other: _PartialSums, plan: _Plan, output: Tensor) -> None:
+    def _add(self, other: PartialSums, plan: ReductionPlan, output: Tensor) -> None:
         """Reduce partial sums of other parameters than those of ``plan``, and add them to its row.
 
         All of them that still have a gradient are parameters of ``plan``, too.
@@ -407,7 +350,7 @@ class QuantizedReduceScatter(ReduceScatter):
             if target is not None:
                 output[target : target + width] += row[start : start + width]
 
-    def _accumulate(self, plan: _Plan, gradients: Tensor) -> None:
+    def _accumulate(self, plan: ReductionPlan, gradients: Tensor) -> None:
         """Add the gradients, summed inside the node, to the partial sums."""
         bound_codecs, rotations = self._bind(plan, self._next_address())
         sums = self._context.partial_sums
@@ -428,9 +371,9 @@ class QuantizedReduceScatter(ReduceScatter):
             fresh=earlier is None,
         )
         sums.running = last
-        self._partial_sums[plan] = _PartialSums(plan=plan, values=values, last=last)
+        self._partial_sums[plan] = PartialSums(plan=plan, values=values, last=last)
 
-    def _pop(self, plan: _Plan) -> None:
+    def _pop(self, plan: ReductionPlan) -> None:
         """Drop the partial sums of a plan."""
         partial_sums = self._partial_sums.pop(plan)
         self._context.partial_sums.release(partial_sums.values, partial_sums.last)
@@ -451,7 +394,7 @@ class QuantizedReduceScatter(ReduceScatter):
         return 1 / (factor or self._level.hierarchy.size)
 
     def _bind(
-        self, plan: _Plan, address: int
+        self, plan: ReductionPlan, address: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
         """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
         # One pattern of signs for all backwards whose rotated values are added up.
@@ -460,7 +403,7 @@ class QuantizedReduceScatter(ReduceScatter):
 
     # ---- plans ----
 
-    def _plan(self, gradients: Tensor, scale: float) -> _Plan:
+    def _plan(self, gradients: Tensor, scale: float) -> ReductionPlan:
         full = self._run.is_full_precision(self._run.step)
         key = (gradients.dtype, full, scale, self._has_gradient)
         plan = self._plans.get(key)
@@ -476,7 +419,9 @@ class QuantizedReduceScatter(ReduceScatter):
             )
         return plan
 
-    def _new_plan(self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float) -> _Plan:
+    def _new_plan(
+        self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float
+    ) -> ReductionPlan:
         gradient_codecs = [self._gradient_codecs(param, dtype, full) for param in rows.params]
         specs = [codecs.spec for codecs in gradient_codecs]
         segments = self._segments(rows, gradient_codecs)
@@ -484,14 +429,14 @@ class QuantizedReduceScatter(ReduceScatter):
         if self._level.replicas > 1:
             returned_codecs = [self._returned_codecs(param, dtype, full) for param in rows.params]
             returned_specs = [codecs.spec for codecs in returned_codecs]
-            return _Plan(
+            return ReductionPlan(
                 rows=rows,
                 gradient_codecs=gradient_codecs,
                 sums=sums,
                 returned=self._returned(rows, segments, sums, returned_specs),
                 returned_codecs=returned_codecs,
             )
-        return _Plan(rows=rows, gradient_codecs=gradient_codecs, sums=sums)
+        return ReductionPlan(rows=rows, gradient_codecs=gradient_codecs, sums=sums)
 
     def _gradient_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
         hops = len(self._level.hops)

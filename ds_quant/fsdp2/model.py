@@ -420,6 +420,8 @@ class AttachedModel:
             ValueError: a state without a number of steps.
         """
         self.step = saved_step(state)
+        for _, _, reduction in self.served:
+            reduction.begin_step()
         self.run.state.exact_until = int(state.get("exact_until", 0))
         self.run.state.learned_at = int(state.get("learned_at", 0))
         levels: dict[str, Tensor] = state.get("levels", {})

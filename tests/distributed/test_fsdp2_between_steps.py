@@ -532,6 +532,63 @@ def test_a_hook_of_replicas_runs_in_the_backwards_in_which_fsdp2_calls_it() -> N
 
 
 @on_ranks(4)
+def test_a_hook_without_replicas_sees_the_gradients_of_every_backward() -> None:
+    def program(run: Run) -> None:
+        def hook(gradients: Tensor) -> None:
+            seen.append(float(gradients.norm()))
+            gradients.clamp_(-1e-2, 1e-2)
+
+        run.model.set_all_reduce_hook(hook)
+        run.backward(1, last=False)
+        run.backward(2)
+        run.update()
+        run.look()
+
+    seen: list[float] = []
+    plain = played(program, None, optimizer=sgd)
+    seen_plain, seen = seen, []
+    run = played(program, {**EXACT, "node_size": 2}, optimizer=sgd)
+    assert seen == pytest.approx(seen_plain, rel=1e-5)
+    assert dist.get_rank() or min(seen) > 0  # the last rank's rows hold padding alone
+    assert_near(run, plain)
+
+
+@on_ranks(4)
+def test_a_backward_that_was_given_up_leaves_the_random_bits_of_a_resumed_run() -> None:
+    """A run that goes on equals one that loads its state, bit for bit."""
+    block = {"scheme": "eden4", "node_size": 2}
+    for name in ("optimizer_zero_grad", "model_zero_grad_in_place", "discard"):
+
+        def dropping(run: Run, name: str = name) -> None:
+            run.step(0)
+            run.front.state_dict()  # the nodes fill their copies anew, as after a load
+            run.backward(1)
+            GIVEN_UP[name](run)
+            run.step(2)
+            run.look()
+
+        def loading(run: Run, name: str = name) -> None:
+            run.step(0)
+            state = run.front.state_dict()
+            run.backward(1)
+            run.model.zero_grad()
+            run.front.load_state_dict(state)
+            run.step(2)
+            run.look()
+
+        def resuming(run: Run) -> None:
+            run.step(0)
+            run.front.load_state_dict(run.front.state_dict())
+            run.step(2)
+            run.look()
+
+        runs = [played(each, block, optimizer=sgd) for each in (dropping, loading, resuming)]
+        for run in runs[:2]:
+            for key, weight in runs[2].held[-1].items():
+                assert torch.equal(run.held[-1][key], weight), (name, key)
+
+
+@on_ranks(4)
 def test_gradients_left_inside_the_nodes_are_no_error_after_they_were_dropped() -> None:
     run = Run(sharded(), None, None)
     run.optimizer = sgd(run.model)

@@ -64,7 +64,7 @@ OTHERS = {
     "zero.muon": {"torch", "deepspeed"},
     "zero.version": {"deepspeed", "packaging"},
     "zero.install": {"torch", "deepspeed"},
-    "tools": set("torch deepspeed packaging matplotlib transformers hjson cupy".split()),
+    "tools": set("torch deepspeed packaging matplotlib transformers hjson cupy pydantic".split()),
 }
 ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
 # Modules that may use any attribute that zero/deepspeed_types.py declares.
@@ -78,6 +78,7 @@ HOOKS = (
     "zero.install",
     "zero.accelerator",
     "zero.deepspeed_types",
+    "tools.stock_config",  # asks DeepSpeed's own config
 )
 # Internals that other modules read: names of no hook.
 READ_ELSEWHERE = {

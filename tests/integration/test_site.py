@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_is_on_the_site_and_the_readme_is_the_first(site: Path) -> None:
     pages = {path.stem for path in site.glob("*.html")} - {"404"}
     assert pages == {path.stem for path in (ROOT / "docs").glob("*.md")} | {"index"}
-    assert "Quantized ZeRO communication" in (site / "index.html").read_text("utf-8")
+    assert "Weights and gradients in 3 to 8 bits" in (site / "index.html").read_text("utf-8")
     assert "](docs/" not in (site / "index.html").read_text("utf-8")
 
 

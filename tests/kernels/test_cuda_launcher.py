@@ -332,7 +332,7 @@ def test_a_cache_that_somebody_else_may_have_filled_is_not_used(
 
 
 def test_groups_beyond_the_kernels_are_reported_once(launched, caplog) -> None:
-    dispatch._report_large_groups.cache_clear()
+    dispatch._warn_of_group_size.cache_clear()
     codec = GroupCodec(group_size=65536)
     assert launch.supports(GroupCodec(group_size=8192)) and not launch.supports(codec)
     assert not launch.supports(GroupCodec(group_size=96), 64)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.kernels import reference
-from ds_quant.kernels.batch import Recode
+from ds_quant.kernels.batch import Offsets, Recode
 from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import CODECS, KINDS, awkward, id_of, table
@@ -93,7 +93,7 @@ def test_two_streams_work_at_once(codec) -> None:
         reference.decode_sum(
             wire, total, codec, scale=0.5, own=None, levels=levels, rotation=ROTATION
         )
-        Operations([(recode, (0, 0, 0, 0))]).run([wire, out], streams_of, backend="torch")
+        Operations([(recode, Offsets())]).run([wire, out], streams_of, backend="torch")
 
     def empty() -> tuple[torch.Tensor, ...]:
         wire = torch.empty(2, nbytes, dtype=torch.uint8)

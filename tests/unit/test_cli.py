@@ -12,7 +12,6 @@ import pytest
 
 import ds_quant
 from ds_quant.config.schema import json_schema
-from ds_quant.resources import resource_dir
 from ds_quant.tools.cli import main
 
 ESTIMATE = "estimate --params 7b --nodes 2 --link 10 --step 1".split()
@@ -84,11 +83,10 @@ def test_schema_and_version_are_printed(capsys) -> None:
     assert capsys.readouterr().out == f"ds_quant {ds_quant.__version__}\n"
 
 
-def test_command_loads_neither_torch_nor_deepspeed() -> None:
-    path = resource_dir("configs") / "ds_qsdp_zero3.json"
+def test_the_schema_needs_neither_torch_nor_deepspeed() -> None:
     code = (
         "import sys; from ds_quant.tools.cli import main; "
-        f"assert main(['validate', {str(path)!r}]) == 0 and main(['schema']) == 0; "
+        "assert main(['schema']) == 0; "
         "loaded = {'torch', 'deepspeed', 'cupy', 'numpy'} & set(sys.modules); "
         "assert not loaded, loaded"
     )

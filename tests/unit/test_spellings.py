@@ -15,7 +15,7 @@ from ds_quant.config.schema import ConfigError, parse_block
 from ds_quant.policy import refusals
 from ds_quant.tools.cli import main
 from ds_quant.tools.migrate import translate
-from ds_quant.tools.planning import _buckets, _offloads
+from ds_quant.tools.planning import _offloads, buckets_of
 
 SPELLINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"bfloat16": {"enabled": True}},
@@ -49,7 +49,7 @@ def test_a_config_is_read_as_deepspeed_reads_it(name: str) -> None:
     section = refusals.whole_section(config, "zero_optimization")
     offloads = {"param": zero.offload_param, "optimizer": zero.offload_optimizer}
     assert _offloads(section) == {part for part, offload in offloads.items() if offload}
-    buckets = _buckets(section, 64, zero.stage)
+    buckets = buckets_of(section, 64, zero.stage)
     assert buckets.allgather == zero.allgather_bucket_size
     assert buckets.fetch.prefetch_bucket_size == zero.prefetch_bucket_size
     assert buckets.fetch.max_live_parameters == zero.max_live_parameters

@@ -1193,7 +1193,7 @@ MEMORY_AND_LIFE = (
         "memory that a steady step allocates",
         "the run ends out of memory after hours",
         zero=proven("memory", "a_steady_step_allocates_no_large_buffer", stages=ALL),
-        fsdp2=proven("memory", "a_steady_step_of_fsdp2_makes_one_row_a_module"),
+        fsdp2=proven("memory", "a_steady_step_of_fsdp2_makes_nothing_large"),
         ddp=proven("ddp_life", "memory_is_that_of_runs_and_the_line_promises_it"),
     ),
     Row(

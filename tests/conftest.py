@@ -15,8 +15,18 @@ if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+# "file.py::test_function" of every collected test -> True if `make test` runs one of its cases.
+COLLECTED: dict[str, bool] = {}
+NOT_IN_MAKE_TEST = ("gpu", "slow", "clients", "alone")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, not deselect: a missing GPU must be visible in the report."""
+    for item in items:
+        name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+        is_quick = not any(item.get_closest_marker(marker) for marker in NOT_IN_MAKE_TEST)
+        COLLECTED[name] = COLLECTED.get(name, False) or is_quick
     if HAS_CUDA:
         return
     for item in items:

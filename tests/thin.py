@@ -1,8 +1,14 @@
-"""Long tables of cases: ``make test`` runs some of them, ``make test-all`` all."""
+"""Long tables of cases: ``make test`` runs those that are named in a test, ``make test-all`` all.
+
+[Note: the choice of make test]
+It is made by risk: every behaviour under every front once, at its riskiest stage; of the kernels
+one codec of each width and of each formula; of everything else the cases that have failed before or
+that no other quick test resembles. test_behaviours.py shows that no behaviour is left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,18 +23,5 @@ def thinned(cases: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         marks = () if quick(*values) else pytest.mark.slow
-        params.append(pytest.param(*values, marks=marks))
-    return params
-
-
-def every_second(cases: Sequence[Any]) -> list[Any]:
-    """Return the cases as ``pytest.param``, every second one marked slow.
-
-    A tuple is a case of several arguments; a named tuple is one argument.
-    """
-    params = []
-    for index, case in enumerate(cases):
-        values = case if type(case) is tuple else (case,)
-        marks = pytest.mark.slow if index % 2 else ()
         params.append(pytest.param(*values, marks=marks))
     return params

@@ -229,6 +229,7 @@ class Feature:
     """How to set DeepSpeed up for a feature.
 
     stages: ZeRO stages that support it.
+    risk: the stage that `make test` trains; None: the highest, where weights and gradients travel.
     accumulation: micro-steps of an optimizer step.
     model, optimizer: make them; the optimizer takes parameters or groups.
     zero: keys of ``zero_optimization``.
@@ -242,6 +243,7 @@ class Feature:
     """
 
     stages: tuple[int, ...] = (1, 2, 3)
+    risk: int | None = None
     dtype: str = "bf16"
     accumulation: int = 1
     model: Callable[[], nn.Module] = Regression
@@ -254,6 +256,11 @@ class Feature:
     step: Callable[[Any, int, int], list[float]] = train_step
     method: str = "backward"
     said: str = ""
+
+    @property
+    def riskiest_stage(self) -> int:
+        """Stage at which most of the plugin works for the feature."""
+        return max(self.stages) if self.risk is None else self.risk
 
     def skip_if_too_old(self) -> None:
         needs.deepspeed(self.since, "cannot train this, with or without the plugin")
@@ -315,24 +322,24 @@ def _built_in_zero_init(model: Callable[[], nn.Module], config: dict[str, Any]) 
 
 OFFLOAD = {"device": "cpu"}
 DEEPSPEED_FEATURES: dict[str, Feature] = {
-    "clipping": Feature(top={"gradient_clipping": 0.05}),
+    "clipping": Feature(risk=2, top={"gradient_clipping": 0.05}),
     "frozen module": Feature(model=Frozen),
     "low-rank adapter": Feature(model=LowRank),
-    "tied embeddings": Feature(model=Tied),
+    "tied embeddings": Feature(risk=1, model=Tied),
     "weight used by another module": Feature(model=Borrowed),
     "activation checkpointing": Feature(model=Recomputed, accumulation=2),
     # DeepSpeed 0.19.8 cannot fetch one under ZeRO-3, with or without the plugin.
     "zero-size parameter": Feature(stages=(1, 2), model=ZeroSize, since="0.19"),
     "unused parameter": Feature(model=Unused),
     "summed gradients": Feature(stages=(1, 2), top={"gradient_allreduce_op": "sum"}),
-    "two parameter groups": Feature(groups=decay_groups),
-    "overlap": Feature(zero={"overlap_comm": True}),
-    "no overlap": Feature(zero={"overlap_comm": False}),
-    "small gradient buckets": Feature(zero={"reduce_bucket_size": 20_000}),
+    "two parameter groups": Feature(risk=1, groups=decay_groups),
+    "overlap": Feature(risk=2, zero={"overlap_comm": True}),
+    "no overlap": Feature(risk=1, zero={"overlap_comm": False}),
+    "small gradient buckets": Feature(risk=2, zero={"reduce_bucket_size": 20_000}),
     "small gradient buckets, accumulated": Feature(
         zero={"reduce_bucket_size": 20_000, "overlap_comm": True}, accumulation=2
     ),
-    "fp32 gradients on the wire": Feature(top={"communication_data_type": "fp32"}),
+    "fp32 gradients on the wire": Feature(risk=2, top={"communication_data_type": "fp32"}),
     "fp32 accumulation": Feature(
         stages=(2, 3), top={"data_types": {"grad_accum_dtype": "fp32"}}, accumulation=2
     ),
@@ -340,7 +347,7 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
         dtype="fp32", top={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     ),
     "optimizer offload": Feature(
-        zero={"offload_optimizer": OFFLOAD}, top={"zero_force_ds_cpu_optimizer": False}
+        risk=2, zero={"offload_optimizer": OFFLOAD}, top={"zero_force_ds_cpu_optimizer": False}
     ),
     "round-robin gradients": Feature(stages=(1, 2), zero={"round_robin_gradients": True}),
     "small weight buckets": Feature(stages=(1, 2), zero={"allgather_bucket_size": 20_000}),
@@ -366,6 +373,7 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
     ),
     "parameter offload": Feature(stages=(3,), zero={"offload_param": OFFLOAD}),
     "`reduce_scatter: false`": Feature(
+        risk=2,
         zero={"reduce_scatter": False},
         top={"gradient_predivide_factor": 2.0},
         said="gradients stay exact: zero_optimization.reduce_scatter is false",

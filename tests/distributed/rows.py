@@ -125,8 +125,8 @@ class Row:
     world: ranks.
     steps: optimizer steps.
     save_at: step before which a checkpoint is saved; None: no checkpoint.
-    quick: stages that `make test` trains; the feature's other stages are slow tests. None: one
-        stage, another one in every row.
+    quick: stages that `make test` trains; the feature's other stages are slow tests. None: the
+        riskiest stage of the feature.
     of_mean: True to average losses over the ranks before the comparison.
     alike: True if all ranks compute with equal bits.
     """
@@ -177,8 +177,7 @@ class Table:
         row = self.rows[title]
         if row.quick is not None:
             return stage in row.quick
-        stages = row.feature.stages
-        return stage == stages[list(self.rows).index(title) % len(stages)]
+        return stage == row.feature.riskiest_stage
 
     def start_of(self, title: str, stage: int) -> tuple[str, int, bool]:
         """Return the key of the start: cases with equal keys are trained together.

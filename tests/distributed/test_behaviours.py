@@ -16,7 +16,8 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import support_page
+from tests.conftest import COLLECTED
+from tests.distributed import support_page, test_features, test_support
 from tests.distributed.behaviours import TABLE
 from tests.distributed.cells import (
     FRONTS,
@@ -26,6 +27,7 @@ from tests.distributed.cells import (
     RefusalProven,
     RefusesModel,
     Row,
+    Trains,
     Tries,
     Untried,
 )
@@ -105,6 +107,44 @@ def test_every_test_that_the_table_names_exists() -> None:
                     (file,) = cell.files
                     titles = import_module(f"tests.distributed.{file.removesuffix('.py')}").TABLE
                     assert set(cell.rows) <= titles.rows.keys(), name
+
+
+def quick_proofs(name: str, row: Row, front: str, collected: dict[str, bool]) -> list[bool]:
+    """Return for every proof of a cell that works: True if `make test` runs it.
+
+    Trials have tests of their own. collected: see conftest.py.
+    """
+    found = []
+    for cell in row.of(front):
+        if isinstance(cell, Trains):
+            stages = [(f"{name}, ZeRO-{stage}", stage) for stage in cell.stages]
+            found += [test_support.TABLE.is_quick(*case) for case in stages]
+        elif isinstance(cell, Featured):
+            titles = [(f"ZeRO-{stage}, {cell.feature}", stage) for stage in cell.stages]
+            found += [test_features.TABLE.is_quick(*case) for case in titles]
+        elif isinstance(cell, Proven) and cell.rows:
+            (file,) = cell.files
+            table = import_module(f"tests.distributed.{file.removesuffix('.py')}").TABLE
+            for title in cell.rows:
+                stages = table.rows[title].feature.stages
+                found += [table.is_quick(title, stage) for stage in stages]
+        elif isinstance(cell, (Proven, RefusalProven)):
+            found += [collected[test] for test in cell.tests if test in collected]
+    return found
+
+
+ONLY_IN_TEST_ALL = {
+    ("compiled layers, backend eager", "zero"),  # slow to compile; FSDP2 and DDP run it
+    ("Ulysses: one sequence over all ranks", "zero"),  # slow with Trainer; FSDP2 and DDP run it
+}
+
+
+def test_make_test_runs_every_behaviour_of_every_front() -> None:
+    for name, row in TABLE.items():
+        for front in FRONTS:
+            proofs = quick_proofs(name, row, front, COLLECTED)
+            if proofs:  # none in a run of other files
+                assert any(proofs) == ((name, front) not in ONLY_IN_TEST_ALL), (name, front)
 
 
 def test_the_page_is_made_from_the_table() -> None:

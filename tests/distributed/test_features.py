@@ -63,15 +63,15 @@ def near(run: Run, other: Run) -> None:
 
 
 for place, (name, feature) in enumerate(ALL_FEATURES.items()):
-    # make test trains every seventh feature at one stage, in turns; there it also meets a scheme
-    # that keeps weights.
-    quick = feature.stages[place % len(feature.stages)]
+    # make test trains every feature at its riskiest stage. There it also meets a scheme that keeps
+    # weights, one of both in turns.
+    quick = feature.riskiest_stage
     for stage in feature.stages:
-        kept = [Way(block=list(OWN.values())[place // 2 % 2])] if stage == quick else []
+        kept = [Way(block=list(OWN.values())[place % 2])] if stage == quick else []
         TABLE.add(
             f"ZeRO-{stage}, {name}", Way(block=None), *(Way(block=b) for b in EXACT.values()),
             Way(), *kept, holds=near, of_mean=True, feature=replace(feature, stages=(stage,)),
-            steps=6, quick=(quick,) if place % 7 == 0 else (),
+            steps=6, quick=(quick,),
         )  # fmt: skip
 
 

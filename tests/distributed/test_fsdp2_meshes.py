@@ -32,6 +32,7 @@ from tests.distributed.fsdp2_meshes import (
     train,
 )
 from tests.distributed.harness import of_all_ranks, on_ranks, scratch
+from tests.thin import thinned
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOSSY = "eden4", "qsdp", "sdp4bit", "lossless_w_g3"
@@ -60,7 +61,11 @@ def test_full_precision_trains_as_fsdp2_alone(title: str) -> None:
         assert found.front.step == 5 and found.front.micro_steps == micro_steps
 
 
-@pytest.mark.parametrize("title", SETUPS)
+# What make test trains: two dimensions in both orders, and meshes of two sizes.
+QUICK = ("tp inside a node", "tp around", "experts apart")
+
+
+@pytest.mark.parametrize("title", thinned(SETUPS, lambda title: title in QUICK))
 @on_ranks(4, timeout=300)
 def test_schemes_train_near_fsdp2_alone(title: str) -> None:
     needs_groups(title)

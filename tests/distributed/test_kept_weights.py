@@ -34,7 +34,7 @@ from tests.distributed.models import (
     train_step,
     train_steps,
 )
-from tests.thin import every_second, thinned
+from tests.thin import thinned
 
 STAGES = (1, 2, 3)
 
@@ -43,7 +43,9 @@ def block_of(scheme: str, node_size: int, **keys: Any) -> dict[str, Any]:
     return {"scheme": scheme, "allow_full_replica": True, "node_size": node_size, **keys}
 
 
-@pytest.mark.parametrize("scheme", every_second(["sdp4bit", "zeropp"]))
+@pytest.mark.parametrize(
+    "scheme", thinned(["sdp4bit", "zeropp"], lambda scheme: scheme == "sdp4bit")
+)
 @on_ranks()
 def test_a_parameter_frozen_during_training_goes_on_following_its_master(scheme: str) -> None:
     """Momentum and weight decay move it still, as they do in DeepSpeed alone."""
@@ -87,7 +89,11 @@ def drift(engine: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "node_size"), every_second([(3, 4, 2), (2, 4, 2), (1, 2, 1), (3, 2, 1)])
+    ("stage", "world", "node_size"),
+    thinned(
+        [(3, 4, 2), (2, 4, 2), (1, 2, 1), (3, 2, 1)],
+        lambda *case: case in ((3, 4, 2), (2, 4, 2)),  # a node shard, and a replica
+    ),
 )
 @on_ranks()
 def test_a_holder_that_drifts_is_found_and_brought_back(
@@ -222,7 +228,8 @@ def node_shards() -> list[int]:
     return list(filter(None, nbytes))
 
 
-@pytest.mark.parametrize("destroys", every_second((True, False)))
+# Without destroy() the engine that goes leaves its hooks to the next one.
+@pytest.mark.parametrize("destroys", thinned((True, False), lambda destroys: not destroys))
 @on_ranks()
 def test_an_engine_rebuilt_on_one_module_leaves_nothing_of_the_last(destroys: bool) -> None:
     module, engine, used = Regression(), None, []

@@ -30,6 +30,8 @@ CODECS = tuple(
     for bits in range(2, 9)
     for index, formula in enumerate(FORMULAS)
 )
+# What make test takes: every width and every formula.
+ONE_OF_EACH = tuple(CODECS[6 * place + place % 6] for place in range(7))
 STORES = [Stores(run, staged) for run in (1, 2, 4, 8) for staged in (False, True)]
 GAUSSIAN = tuple(GroupCodec(bits=bits, group_size=128, range="gaussian") for bits in (2, 3, 4, 5))
 

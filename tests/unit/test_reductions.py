@@ -23,7 +23,6 @@ from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.zero.owner_gradients import OwnerReduction
 from tests.codecs import format_of
 from tests.pairwise import all_pairs
-from tests.thin import every_second
 from tests.unit import wire_oracle as oracle
 from tests.world import SimulatedRank, World
 
@@ -358,7 +357,7 @@ def joined(found: dict[oracle.Piece, np.ndarray], whole: oracle.Piece) -> np.nda
     return np.concatenate([np.zeros(0, np.float32), *values])
 
 
-@pytest.mark.parametrize("case", every_second(CASES), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_messages_and_sums_are_those_of_the_page(case: Case) -> None:
     check(case)
 

@@ -3,10 +3,11 @@
     python -m tests.distributed.golden_runs           # print differences, exit 1 if there are any
     python -m tests.distributed.golden_runs --write   # the same, and record the runs
 
-A row is a preset x ZeRO stage x topology (nodes x ranks per node) x dtype, gradient accumulation,
-slices and buckets, thinned to all pairs. Record the runs again in golden_runs.json only after an
-intended change of results or messages. The digests hold on any x86-64 CPU, see ``exact_model``, and
-for both C++ and torch kernels.
+A row of ZeRO is a preset x stage x topology (nodes x ranks per node) x dtype, gradient
+accumulation, slices and buckets, thinned to all pairs. A row of FSDP2 or DDP is a preset x front x
+topology. Record the runs again in golden_runs.json only after an intended change of results or
+messages. The digests hold on any x86-64 CPU, see ``exact_model``, and for both C++ and torch
+kernels.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed import harness
 from tests.distributed.exact_model import ExactModel, sgd
@@ -54,6 +60,17 @@ Outcome = dict[str, Any]
 Golden = dict[str, Outcome]  # by the name of a row
 
 
+def _block(scheme: str, topology: str, slices: int, backend: str) -> dict[str, Any]:
+    block = {
+        "scheme": scheme,
+        "node_size": TOPOLOGIES[topology][1],
+        "slices": slices,
+        "allow_full_replica": True,
+        "metrics": {"interval": 0},
+    }
+    return block if backend == "auto" else block | {"backend": backend}
+
+
 class Row(NamedTuple):
     scheme: str
     topology: str
@@ -75,15 +92,7 @@ class Row(NamedTuple):
         zero: dict[str, Any] = {"reduce_bucket_size": self.bucket}
         if self.stage == 3 and self.bucket < 10**6:
             zero |= {"stage3_prefetch_bucket_size": 40_000, "stage3_max_live_parameters": 70_000}
-        block = {
-            "scheme": self.scheme,
-            "node_size": TOPOLOGIES[self.topology][1],
-            "slices": self.slices,
-            "allow_full_replica": True,
-            "metrics": {"interval": 0},
-        }
-        if backend != "auto":
-            block["backend"] = backend
+        block = _block(self.scheme, self.topology, self.slices, backend)
         # Without clipping, DeepSpeed's default: the order of the norm's sum depends on the CPU.
         return settings(
             self.stage,
@@ -107,7 +116,48 @@ _ACCUMULATED = tuple(
     for scheme in ("full_precision", "qsdp", "sdp4bit")
     for stage in (2, 3)
 )
-ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS, *_ACCUMULATED)))
+ZERO_ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS, *_ACCUMULATED)))
+
+
+class FrontRow(NamedTuple):
+    """A training under FSDP2 or DDP.
+
+    front: fsdp2; hsdp, which is FSDP2 with a replica in every node; ddp.
+    """
+
+    scheme: str
+    front: str
+    topology: str
+    dtype: str
+    accumulation: int
+    slices: int
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.scheme} {self.front} {self.topology} {self.dtype} k{self.accumulation} "
+            f"slices{self.slices}"
+        )
+
+    def block(self, backend: str) -> dict[str, Any]:
+        return _block(self.scheme, self.topology, self.slices, backend)
+
+
+# Presets that quantize gradients, each in a way of its own.
+_GRADIENTS = ("full_precision", "qsdp", "sdp4bit", "zeropp", "eden4", "eden2", "tlq", "ulq")
+FRONT_ROWS = (
+    *(FrontRow(scheme, "fsdp2", "2x2", "bf16", 2, 1) for scheme in FACTORS["scheme"]),
+    *(FrontRow(scheme, "fsdp2", "2x2", "fp32", 1, 3) for scheme in ("qsdp", "sdp4bit", "lossless")),
+    *(FrontRow(scheme, "fsdp2", "2x1", "bf16", 1, 1) for scheme in ("qsdp", "eden4")),
+    *(FrontRow(scheme, "hsdp", "2x2", "bf16", 2, 1) for scheme in _GRADIENTS),
+    *(FrontRow(scheme, "hsdp", "2x2", "fp32", 1, 3) for scheme in ("full_precision", "eden4")),
+    *(FrontRow(scheme, "ddp", "2x2", "fp32", 1, 1) for scheme in _GRADIENTS),
+    *(FrontRow(scheme, "ddp", "2x2", "bf16", 2, 3) for scheme in ("qsdp", "eden4")),
+    *(FrontRow(scheme, "ddp", "1x2", "fp32", 1, 1) for scheme in ("qsdp", "eden4")),
+    *(FrontRow(scheme, "ddp", "2x1", "fp32", 1, 1) for scheme in ("qsdp", "eden4")),
+)
+AnyRow = Row | FrontRow
+ROWS: tuple[AnyRow, ...] = (*ZERO_ROWS, *FRONT_ROWS)
 
 
 def versions() -> dict[str, str]:
@@ -118,12 +168,16 @@ def versions() -> dict[str, str]:
 # ---- in the ranks ----
 
 
-def train_rows(rows: Sequence[Row], backend: str) -> dict[str, Outcome]:
+def train_rows(rows: Sequence[AnyRow], backend: str) -> dict[str, Outcome]:
     """Train every row on this rank. Return the outcomes by name of the row."""
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
-    return {row.name: _train(row, backend) for row in rows}
+    trained = {}
+    for row in rows:
+        train = _train if isinstance(row, Row) else _train_front
+        trained[row.name] = train(row, backend)
+    return trained
 
 
 def _train(row: Row, backend: str) -> Outcome:
@@ -152,6 +206,63 @@ def _train(row: Row, backend: str) -> Outcome:
     }
 
 
+def _train_front(row: FrontRow, backend: str) -> Outcome:
+    import ds_quant
+    from ds_quant import ddp, fsdp2
+
+    rank = torch.distributed.get_rank()
+    _, node_size = TOPOLOGIES[row.topology]
+    with _received_messages(rank, node_size) as messages:
+        model = _wrapped(row)
+        optimizer = sgd(model.parameters())
+        attach = ddp.attach if row.front == "ddp" else fsdp2.attach
+        attach(model, row.block(backend), optimizer=optimizer)
+        losses = []
+        for step in range(STEPS):
+            for micro in range(row.accumulation):
+                is_last = micro == row.accumulation - 1
+                if row.front == "ddp":
+                    model.require_backward_grad_sync = is_last
+                else:
+                    model.set_is_last_backward(is_last)
+                loss = model((step * 10 + micro) * 10 + rank)
+                (loss / row.accumulation).backward()
+                losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+    report = ds_quant.report(model)
+    assert report is not None
+    weights = {
+        name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p)
+        for name, p in model.named_parameters()
+    }
+    return {
+        "losses": losses,
+        "weights": digests({name: p.detach().float().numpy() for name, p in weights.items()}),
+        "bytes": report["received_bytes"],
+        "collectives": report["collectives"],
+        "messages": dict(messages),
+    }
+
+
+def _wrapped(row: FrontRow) -> Any:
+    """Return the model under its front, without a block."""
+    model: nn.Module = ExactModel()
+    if row.front == "ddp":
+        return DistributedDataParallel(model.bfloat16() if row.dtype == "bf16" else model)
+    policy = MixedPrecisionPolicy()
+    if row.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shape = TOPOLOGIES[row.topology]
+    if row.front == "hsdp":
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = init_device_mesh("cpu", (shape[0] * shape[1],))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
 @contextmanager
 def _received_messages(rank: int, node_size: int) -> Iterator[Counter[str]]:
     """Count messages from ranks of this node, "intra", and of other nodes, "inter"."""
@@ -170,7 +281,7 @@ def _received_messages(rank: int, node_size: int) -> Iterator[Counter[str]]:
 # ---- in the parent process ----
 
 
-def run_topology(topology: str, rows: Sequence[Row] = ROWS, backend: str = "auto") -> Golden:
+def run_topology(topology: str, rows: Sequence[AnyRow] = ROWS, backend: str = "auto") -> Golden:
     """Train the rows of a topology on new ranks. Return their entries of the file."""
     nodes, node_size = TOPOLOGIES[topology]
     own = [row for row in rows if row.topology == topology]

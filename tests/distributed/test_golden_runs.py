@@ -15,7 +15,14 @@ from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from tests.distributed import golden_runs, models
 from tests.distributed.exact_model import ExactModel, sgd
-from tests.distributed.golden_runs import FACTORS, ROWS, TOPOLOGIES, differences, recorded
+from tests.distributed.golden_runs import (
+    FACTORS,
+    ROWS,
+    TOPOLOGIES,
+    ZERO_ROWS,
+    differences,
+    recorded,
+)
 from tests.pairwise import all_pairs, pairs_of
 
 REPAIR = "if that is what was meant: python -m tests.distributed.golden_runs --write"
@@ -30,6 +37,25 @@ same_versions = pytest.mark.skipif(
     recorded()["versions"] != golden_runs.versions(),
     reason=f"golden_runs.json was recorded with {recorded()['versions']}",
 )
+
+
+# A row of every stage and front.
+QUICK = (
+    "sdp4bit zero1 2x2 bf16 k1 slices3 bucket20000",
+    "qsdp zero2 2x2 bf16 k3 slices3 bucket20000",
+    "sdp4bit zero3 2x2 bf16 k3 slices3 bucket20000",
+    "lossless_w_g3 fsdp2 2x2 bf16 k2 slices1",
+    "eden4 hsdp 2x2 bf16 k2 slices1",
+    "eden4 ddp 2x2 bf16 k2 slices3",
+)
+
+
+@same_versions
+def test_a_run_of_every_front_equals_the_recorded_one() -> None:
+    rows = [row for row in ROWS if row.name in QUICK]
+    assert len(rows) == len(QUICK)
+    now = golden_runs.run_topology("2x2", rows)
+    assert not list(differences({name: recorded()["rows"][name] for name in now}, now)), REPAIR
 
 
 @same_versions
@@ -57,7 +83,7 @@ def test_every_preset_is_in_the_table() -> None:
 
 
 def test_every_pair_of_values_occurs() -> None:
-    covered = set().union(*map(pairs_of, ROWS))
+    covered = set().union(*map(pairs_of, ZERO_ROWS))
     for (i, ours), (j, theirs) in combinations(enumerate(FACTORS.values()), 2):
         assert all((i, a, j, b) in covered for a in ours for b in theirs)
 
@@ -80,7 +106,7 @@ def test_differences_name_row_and_value() -> None:
 # The simulation cuts nothing into slices, and each slice has random bits of its own.
 GOLDEN = [
     row
-    for row in golden_runs.ROWS
+    for row in ZERO_ROWS
     if row.stage == 3
     and row.dtype == "bf16"
     and row.name in golden_runs.recorded()["rows"]

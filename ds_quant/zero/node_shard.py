@@ -1,7 +1,7 @@
 """The node-level copy of the ZeRO-3 weights, updated after every optimizer step.
 
 [Note: node shard] Every node holds all weights, split over its ranks: its *node shard*. A rank
-holds *rows* of every parameter, see [Note: strided layout] of comm/node_rows.py. A gather of full
+holds *rows* of every parameter, see [Note: strided layout] of comm/rows.py. A gather of full
 weights then stays inside the node; only the changes of an optimizer step cross between nodes.
 
 [Note: stale rows] The exchange after a step serves every parameter that was trained when the engine
@@ -52,7 +52,14 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm.lossless_gather import Post, posts
-from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather, rows_on_device
+from ds_quant.comm.node_rows import (
+    LosslessRows,
+    RowArena,
+    ShardRows,
+    exchange,
+    gather,
+    on_device,
+)
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
@@ -65,7 +72,6 @@ from ds_quant.zero.accelerator import StepBarrier
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
 from ds_quant.zero.deepspeed_types import ZeroParameter
 from ds_quant.zero.front import EngineFront
-from ds_quant.zero.lossless import NodeRows
 
 # Index of a hop among the codecs of a parameter's weights.
 _INTER_NODE = 0
@@ -235,7 +241,7 @@ class NodeShard:
         self.finish()
         # Stale rows are about to be filled. They are the same ones on all ranks.
         rows = (
-            rows_on_device([param.node_rows])[0]
+            on_device([param.node_rows.rows], param.node_rows.device)[0]
             for param in self.served
             if param.row_state is not STALE
         )
@@ -432,10 +438,11 @@ class NodeShard:
 
     def _lossless_differences(self, parts: Sequence[Sequence[Param]]) -> Iterator[Post]:
         messages = [
-            NodeRows(
-                [param.node_rows for param in part],
-                partial(self._shards, part),
+            LosslessRows(
+                [param.node_rows.rows for param in part],
                 self._inter.rank,
+                partial(self._shards, part),
+                part[0].node_rows.device,
             )
             for part in parts
         ]

@@ -209,7 +209,7 @@ class LosslessRows(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements that one rank sends."""
-        return sum(rows.shape[1] for rows in self.rows)
+        return sum([rows.shape[1] for rows in self.rows])
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Return this rank's new rows, and the old ones that all nodes hold."""

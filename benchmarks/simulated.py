@@ -29,8 +29,8 @@ from ds_quant.comm import transport
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
-from ds_quant.comm.message import all_gather
 from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather
+from ds_quant.comm.rows import all_gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic, normalised
 from ds_quant.comm.transport import Communicator, Pending

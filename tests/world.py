@@ -31,15 +31,20 @@ simulated.PATIENCE = 20  # seconds; the peers of a rank that failed fail too
 
 
 class Recorded(Group):
-    """A group of ranks that records its rounds. Receivers see a message only after they wait."""
+    """A group of ranks that records its rounds. Receivers see a message only after they wait.
+
+    payload_addresses: of the memory from which ranks have sent.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
         self.rounds: list[Round] = []
+        self.payload_addresses: set[int] = set()
 
     def join(
         self, rank: int, payload: Tensor, into: Tensor, sent: Sequence[int] | None = None
     ) -> LateMessage:
+        self.payload_addresses.add(payload.data_ptr())
         arriving = super().join(rank, payload, into, sent)
         return LateMessage(arriving.wait, payload, into)
 

@@ -4,13 +4,12 @@ message  one row of slots per peer (slots.py), planned once: the slots and the k
          follow from sizes alone. A step adds the tensors and the RNG state.
 gather   an all-gather of the same row to all peers, decoded by all of them; ``Message`` plans it
 
-The rows of a node shard, and their gathers, are in node_rows.py.
+The gathers of shards, and the places of their rows in memory, are in rows.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ds_quant.comm.slots import lay_out, row_index
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.batch import Decode, Encode, Offsets, Task
 from ds_quant.kernels.dispatch import Operations, RngState
-from ds_quant.kernels.wire import ALIGNMENT, ceil_div, shard_range
+from ds_quant.kernels.wire import ALIGNMENT
 
 # ---- encode and decode ----
 
@@ -211,64 +210,3 @@ def _decode_task(item: GatherSlice, slot: int) -> Task:
         add=item.is_difference,
     )
     return operation, Offsets(wire=slot, values=target_start)
-
-
-# ---- gathers of shards ----
-
-
-def all_gather(
-    shards: Sequence[Tensor],
-    numels: Sequence[int],
-    bound_codecs: Sequence[BoundCodec],
-    communicator: Communicator | HierarchicalCommunicator,
-) -> Pending[list[Tensor]]:
-    """Gather tensors that are split over the ranks in DeepSpeed's ceil-division shards.
-
-    The result is the full tensors, (numel,) each in the dtype of its shard. Every rank decodes all
-    shards from the wire, its own too, so all ranks hold equal bits.
-
-    Args:
-        shards: per tensor this rank's shard, 1-D and without padding (possibly empty), on the
-            device of the collective.
-        numels: per tensor its full number of elements.
-        bound_codecs: per tensor; the addresses are this rank's own.
-    """
-    sizes = tuple([(bound.codec, numel) for bound, numel in zip(bound_codecs, numels, strict=True)])
-    message = _shard_message(sizes, communicator.size, communicator.rank, communicator.node_size)
-    shapes = [(numel, shard.dtype) for numel, shard in zip(numels, shards, strict=True)]
-    targets = partial(new_values, shapes, shards[0].device)
-    return message.gather(communicator, shards, bound_codecs, targets, values_stay=True)
-
-
-def new_values(
-    shapes: Sequence[tuple[int, torch.dtype]], device: torch.device | str
-) -> list[Tensor]:
-    """Allocate a tensor for each (numel, dtype), outside the pool: DeepSpeed frees them."""
-    return [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in shapes]
-
-
-@lru_cache(maxsize=1024)
-def _shard_message(
-    sizes: tuple[tuple[Codec, int], ...], ranks: int, rank: int, node_size: int | None
-) -> Message:
-    """Plan the gather of tensors from their shards, in slots of full shards.
-
-    sizes: per tensor its codec and its full number of elements.
-    """
-    slices = []
-    for tensor, (codec, numel) in enumerate(sizes):
-        width = ceil_div(numel, ranks)
-        for peer in range(ranks):
-            start, stop = shard_range(numel, ranks, peer)
-            slices.append(
-                GatherSlice(
-                    peer,
-                    codec,
-                    stop - start,
-                    stream=tensor,
-                    source=(tensor, 0),
-                    target=(tensor, start),
-                    slot_numel=width,
-                )
-            )
-    return Message(slices, rank=rank, ranks=ranks, node_size=node_size)

@@ -1,14 +1,11 @@
-"""The node shard: a node's copy of the weights, split over its ranks.
+"""The rows of a node shard, which live between the steps, and the gathers that read and write them.
 
 rows      this rank's part of one parameter of the node shard, (nodes, width), see ``ShardRows``
 exchange  updates the rows between the nodes, after the optimizer step
 gather    reads full parameters from the rows of the ranks of a node
+lossless  an exchange of lossless differences, see ``LosslessRows``
 
-[Note: strided layout] With G ranks per node, ZeRO-3's shard r of a parameter belongs to rank
-(node, local) = (r // G, r % G). Local rank g of every node keeps the shards {r : r % G = g} as rows
-(nodes, width), row n being shard n * G + g. So an owner's shard lies in the owner's own rows, and
-new weights cross between nodes by one all-gather among the ranks of equal g: each byte enters a
-node once. A gather inside the node receives [G][nodes][width]; shard order is [nodes][G][width].
+[Note: strided layout] of rows.py says which shards a rank keeps.
 """
 
 from __future__ import annotations
@@ -16,17 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec
-from ds_quant.codec.codec import Codec
-from ds_quant.comm.message import GatherSlice, Message, new_values
-from ds_quant.comm.slots import row_vector
+from ds_quant.comm.lossless_gather import LosslessGather, joined
+from ds_quant.comm.rows import even_layout, new_values, plan_exchange, plan_node_gather
 from ds_quant.comm.transport import Communicator, Pending
-from ds_quant.kernels.wire import ALIGNMENT, ceil_div, round_up, shard_range
+from ds_quant.kernels.wire import ALIGNMENT, ceil_div, round_up
 
 # ---- memory ----
 
@@ -94,25 +91,19 @@ class ShardRows:
         return cls(numel=numel, node_size=node_size, local=local, rows=rows, device=device)
 
 
-def rows_on_device(node_rows: Sequence[ShardRows], node: int | None = None) -> list[Tensor]:
-    """Return the rows of each parameter on the device, or row ``node`` of each.
+def on_device(rows: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
+    """Return rows on the device of the collectives; None: they are on it.
 
-    Rows in host memory are copied, in order of the current stream. All parameters are on the device
-    or none is.
+    Rows in host memory are copied, in order of the current stream.
     """
-    if node is None:
-        rows = [item.rows for item in node_rows]
-    else:
-        rows = [item.rows[node] for item in node_rows]
-    device = node_rows[0].device
     if device is None:
-        return rows
+        return list(rows)
     return [row.to(device, non_blocking=True) for row in rows]
 
 
-def update_rows(node_rows: Sequence[ShardRows], rows: Sequence[Tensor]) -> None:
+def update_rows(rows: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
     """Copy updated rows back into the node shard."""
-    torch._foreach_copy_([item.rows for item in node_rows], list(rows), non_blocking=True)
+    torch._foreach_copy_(list(rows), list(updated), non_blocking=True)
 
 
 # ---- between the nodes ----
@@ -133,60 +124,36 @@ def exchange(
     3. When the result is waited for, decode into the rows; rows in host memory through copies.
 
     Args:
+        node_rows: all in host memory, or none.
         shards: per parameter this rank's new weights without padding, (length,), on the device.
         bound_codecs: per parameter; the addresses are this rank's own.
         inter: the ranks of equal local rank.
     """
-    sizes = tuple(
-        [
-            (bound.codec, item.numel, bound.difference)
-            for bound, item in zip(bound_codecs, node_rows, strict=True)
-        ]
+    first = node_rows[0]
+    differences = tuple([bound.difference for bound in bound_codecs])
+    message = plan_exchange(
+        even_layout(tuple([item.numel for item in node_rows]), inter.size * first.node_size),
+        tuple([bound.codec for bound in bound_codecs]),
+        differences,
+        inter.rank,
+        first.local,
+        first.node_size,
     )
-    on_host = node_rows[0].device is not None
-    any_differs = any([bound.difference for bound in bound_codecs])
+    kept = [item.rows for item in node_rows]
+    device = first.device
     # Only differences read the rows when they are encoded.
-    rows = list(shards) if on_host and not any_differs else rows_on_device(node_rows)
+    reads_rows = device is None or any(differences)
+    rows = on_device(kept, device) if reads_rows else list(shards)
     # Differences are taken from rounded values: see docs/wire_format.md.
     values = [
-        shard.to(row.dtype) if bound.difference else shard
-        for shard, row, bound in zip(shards, rows, bound_codecs, strict=True)
+        shard.to(row.dtype) if is_difference else shard
+        for shard, row, is_difference in zip(shards, kept, differences, strict=True)
     ]
-    first = node_rows[0]
-    message = _exchange_message(sizes, inter.size, first.node_size, inter.rank, first.local)
     tensors = [*rows, *values]
-    if not on_host:
+    if device is None:
         return message.gather(inter, tensors, bound_codecs, lambda: rows)
-    updated = message.gather(inter, tensors, bound_codecs, partial(rows_on_device, node_rows))
-    return updated.then(partial(update_rows, node_rows))
-
-
-@lru_cache(maxsize=1024)
-def _exchange_message(
-    sizes: tuple[tuple[Codec, int, bool], ...], nodes: int, node_size: int, node: int, local: int
-) -> Message:
-    """Plan an exchange; tensors are the rows of all parameters, then their new values.
-
-    sizes: per parameter its codec, its elements, and True if differences are sent.
-    """
-    slices = []
-    for param, (codec, numel, differs) in enumerate(sizes):
-        width = ceil_div(numel, nodes * node_size)
-        for row in range(nodes):
-            start, stop = shard_range(numel, nodes * node_size, row * node_size + local)
-            slices.append(
-                GatherSlice(
-                    peer=row,
-                    codec=codec,
-                    numel=stop - start,
-                    stream=param,
-                    source=(len(sizes) + param, 0),
-                    target=(param, row * width),
-                    is_difference=differs,
-                    slot_numel=width,
-                )
-            )
-    return Message(slices, rank=node, ranks=nodes)
+    updated = message.gather(inter, tensors, bound_codecs, partial(on_device, kept, device))
+    return updated.then(partial(update_rows, kept))
 
 
 # ---- inside the node ----
@@ -199,50 +166,73 @@ def gather(
 
     Every rank uses decoded values, of its own rows too. ``intra`` is None with one rank per node.
     """
+    device = node_rows[0].device
+    rows = on_device([item.rows for item in node_rows], device)
+    numels = tuple([item.numel for item in node_rows])
     if intra is None:
         # Copies to the device begin now, ahead of their use.
-        full = [
-            rows.view(-1)[: item.numel]
-            for rows, item in zip(rows_on_device(node_rows), node_rows, strict=True)
-        ]
-        if node_rows[0].device is not None:
+        full = [row.view(-1)[:numel] for row, numel in zip(rows, numels, strict=True)]
+        if device is not None:
             return Pending(lambda: full)
         return Pending(lambda: [values.clone() for values in full])
-    sizes = tuple(
-        [
-            (bound.codec, item.numel, item.rows.shape[0])
-            for bound, item in zip(bound_codecs, node_rows, strict=True)
-        ]
+    nodes = len(rows[0])
+    message = plan_node_gather(
+        even_layout(numels, nodes * intra.size),
+        tuple([bound.codec for bound in bound_codecs]),
+        intra.rank,
+        intra.size,
     )
-    rows = rows_on_device(node_rows)
-    message = _node_message(sizes, intra.size, intra.rank)
-    shapes = [(item.numel, item.rows.dtype) for item in node_rows]
+    shapes = [(numel, row.dtype) for numel, row in zip(numels, rows, strict=True)]
     targets = partial(new_values, shapes, rows[0].device)
     return message.gather(intra, rows, bound_codecs, targets, values_stay=True)
 
 
-@lru_cache(maxsize=1024)
-def _node_message(sizes: tuple[tuple[Codec, int, int], ...], node_size: int, local: int) -> Message:
-    """Plan a gather inside the node; every row of a parameter has a slot, one after the other.
+# ---- lossless differences between the nodes ----
 
-    sizes: per parameter its codec, its elements and the number of nodes.
+
+class LosslessRows(NamedTuple):
+    """Rows of the node shard, end to end: the ``Source`` of one lossless message.
+
+    They are padded with zeros to equal width. The padding stays zero.
+
+    rows: (nodes, width) each, of one dtype.
+    node: index of this node.
+    new_rows: returns this rank's new rows, (width,) each, or (length,) without padding.
+    device: device of the collectives if the rows are in host memory; None if they are on it.
     """
-    slices = []
-    for param, (codec, numel, nodes) in enumerate(sizes):
-        width = ceil_div(numel, nodes * node_size)
-        for shard in range(nodes * node_size):
-            row, peer = divmod(shard, node_size)
-            start, stop = shard_range(numel, nodes * node_size, shard)
-            slices.append(
-                GatherSlice(
-                    peer=peer,
-                    codec=codec,
-                    numel=stop - start,
-                    stream=param,
-                    source=(param, row * width),
-                    target=(param, start),
-                    vector=row_vector(row, stop - start, width),
-                    slot_numel=width,
-                )
-            )
-    return Message(slices, rank=local, ranks=node_size)
+
+    rows: Sequence[Tensor]
+    node: int
+    new_rows: Callable[[], Sequence[Tensor]]
+    device: torch.device | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements that one rank sends."""
+        return sum([rows.shape[1] for rows in self.rows])
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's new rows, and the old ones that all nodes hold."""
+        new_rows: list[Tensor] = []
+        for rows, new_row in zip(self.rows, self.new_rows(), strict=True):
+            new_rows.append(new_row)
+            padding = rows.shape[1] - new_row.numel()
+            if padding:
+                new_rows.append(new_row.new_zeros(padding))
+        old_rows = [rows[self.node] for rows in self.rows]
+        return joined(new_rows), joined(on_device(old_rows, self.device))
+
+    def reference(self) -> Tensor:
+        """Return the old rows of all nodes, (nodes, elements)."""
+        return joined(on_device(self.rows, self.device))
+
+    def update(self, values: Tensor) -> None:
+        """Store new values of the rows that ``reference`` has returned."""
+        # A single tensor of rows on the device was updated in place.
+        if len(self.rows) > 1 or self.device is not None:
+            widths = [rows.shape[1] for rows in self.rows]
+            update_rows(self.rows, values.split(widths, dim=1))
+
+    def post(self, gathers: LosslessGather, index: int) -> Pending[None]:
+        """Post the gather of message ``index``, which updates the rows of all nodes."""
+        return gathers.post(index, self.reference).then(self.update)

@@ -1,7 +1,7 @@
 """A node's copy of the weights of one sharded module, split over the ranks of the node.
 
 [Note: rows of a node] Local rank g of every node holds the rows of all ranks whose local rank is g,
-one per node, as [Note: strided layout] of comm/node_rows.py has it. An optimizer step posts the new
+one per node, as [Note: strided layout] of comm/rows.py has it. An optimizer step posts the new
 weights between these ranks: each byte enters a node once. A gather then stays inside the node. The
 exchange is waited for when the module is gathered next.
 
@@ -13,7 +13,6 @@ outside of an optimizer step are filled again, see node_copies.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,11 +21,11 @@ from torch import Tensor
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.lossless_gather import Post
-from ds_quant.comm.message import GatherSlice, Message
-from ds_quant.comm.slots import row_vector
+from ds_quant.comm.message import Message
+from ds_quant.comm.node_rows import LosslessRows
+from ds_quant.comm.rows import plan_exchange, plan_node_gather
 from ds_quant.comm.transport import Pending
 from ds_quant.fsdp2.context import Context
-from ds_quant.fsdp2.lossless_rows import LosslessRows, trained_columns
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weight_codecs import WeightCodecs
 
@@ -88,7 +87,7 @@ class NodeShard:
                     self._shape, dtype=self.sharded.dtype, device=self._run.device
                 )
         exact = [full_precision(self.sharded.dtype) for _ in self.sharded.params]
-        self._post(self._rows, exact, self._exchange_plan(exact, tuple(is_written)))
+        self._post(self._rows, exact, self._plan(exact, is_written))
         self.finish_exchange()
 
     # ---- the exchange after a step ----
@@ -104,9 +103,16 @@ class NodeShard:
         )
 
     def lossless_rows(self) -> LosslessRows:
-        """Return the trained parameters as the source of a lossless message."""
+        """Return the trained parameters as the source of a lossless message.
+
+        Padding is sent, and so are small and excluded parameters, since nothing is lost.
+        """
         columns = trained_columns(self.sharded)
-        return LosslessRows(columns, self.rows(), self._node, self._new_row)
+
+        def new_rows() -> list[Tensor]:
+            return _cut(self._new_row(), columns)
+
+        return LosslessRows(_cut(self.rows(), columns), self._node, new_rows)
 
     def exchange(self) -> None:
         """Post the new weights between the nodes; parameters that no optimizer moves stay."""
@@ -134,18 +140,17 @@ class NodeShard:
 
     def _trained_plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
         """Plan the exchange after a step."""
-        trained = tuple([param.trained for param in self.sharded.params])
-        return self._exchange_plan(bound_codecs, trained)
+        return self._plan(bound_codecs, [param.trained for param in self.sharded.params])
 
-    def _exchange_plan(
-        self, bound_codecs: Sequence[BoundCodec], is_sent: tuple[bool, ...]
-    ) -> Message:
-        return _exchange_message(
-            tuple([bound.codec for bound in bound_codecs]),
-            self.sharded.widths,
-            self.sharded.lengths,
+    def _plan(self, bound_codecs: Sequence[BoundCodec], is_sent: Sequence[bool]) -> Message:
+        """Plan the exchange of some parameters."""
+        codecs: list[Codec | None] = []
+        for bound, sent in zip(bound_codecs, is_sent, strict=True):
+            codecs.append(bound.codec if sent else None)
+        return plan_exchange(
+            self.sharded.layout,
+            tuple(codecs),
             tuple([bound.difference for bound in bound_codecs]),
-            is_sent,
             self._node,
             self._local,
             self._level.topology.node_size,
@@ -164,79 +169,24 @@ class NodeShard:
         return message.gather(intra, [rows.view(-1)], bound_codecs, lambda: [output])
 
     def _node_plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
-        return _node_message(
-            tuple([bound.codec for bound in bound_codecs]),
-            self.sharded.widths,
-            self.sharded.lengths,
-            self._local,
-            self._level.topology.node_size,
-        )
+        codecs = tuple([bound.codec for bound in bound_codecs])
+        node_size = self._level.topology.node_size
+        return plan_node_gather(self.sharded.layout, codecs, self._local, node_size)
 
 
-@lru_cache(maxsize=1024)
-def _exchange_message(
-    codecs: tuple[Codec, ...],
-    widths: tuple[int, ...],
-    lengths: tuple[tuple[int, ...], ...],
-    differences: tuple[bool, ...],
-    sent: tuple[bool, ...],
-    node: int,
-    local: int,
-    node_size: int,
-) -> Message:
-    """Plan the exchange of rows among the ranks of one place.
-
-    The tensors are the rows and this rank's new weights. sent: by parameter, False for those that
-    no optimizer moves.
-    """
-    nodes, row_numel = len(lengths[0]) // node_size, sum(widths)
-    slices = []
-    offset = 0
-    for index, (codec, width) in enumerate(zip(codecs, widths, strict=True)):
-        for peer in range(nodes if sent[index] else 0):
-            slices.append(
-                GatherSlice(
-                    peer=peer,
-                    codec=codec,
-                    numel=lengths[index][peer * node_size + local],
-                    stream=index,
-                    source=(1, offset),
-                    target=(0, peer * row_numel + offset),
-                    is_difference=differences[index],
-                    slot_numel=width,
-                )
-            )
-        offset += width
-    return Message(slices, rank=node, ranks=nodes)
+def _cut(rows: Tensor, columns: Sequence[range]) -> list[Tensor]:
+    """Return the columns of one row, (row,), or of several, (rows, row)."""
+    return [rows[..., one.start : one.stop] for one in columns]
 
 
-@lru_cache(maxsize=1024)
-def _node_message(
-    codecs: tuple[Codec, ...],
-    widths: tuple[int, ...],
-    lengths: tuple[tuple[int, ...], ...],
-    local: int,
-    node_size: int,
-) -> Message:
-    """Plan the gather of all rows from the ranks of a node."""
-    nodes, row_numel = len(lengths[0]) // node_size, sum(widths)
-    slices = []
-    offset = 0
-    for index, (codec, width) in enumerate(zip(codecs, widths, strict=True)):
-        for rank in range(nodes * node_size):
-            node, peer = divmod(rank, node_size)
-            numel = lengths[index][rank]
-            slices.append(
-                GatherSlice(
-                    peer=peer,
-                    codec=codec,
-                    numel=numel,
-                    stream=index,
-                    source=(0, node * row_numel + offset),
-                    target=(0, rank * row_numel + offset),
-                    vector=row_vector(node, numel, width),
-                    slot_numel=width,
-                )
-            )
-        offset += width
-    return Message(slices, rank=local, ranks=node_size)
+def trained_columns(sharded: ShardedModule) -> tuple[range, ...]:
+    """Return the elements of trained parameters in a row, as few ranges as possible."""
+    ranges: list[range] = []
+    for param, start, width in zip(sharded.params, sharded.offsets, sharded.widths, strict=True):
+        if not param.trained:
+            continue
+        stop = start + width
+        if ranges and ranges[-1].stop == start:
+            start = ranges.pop().start
+        ranges.append(range(start, stop))
+    return tuple(ranges)

@@ -23,12 +23,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, compress
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ds_quant.comm.rows import RowLayout
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.meshes import unsupported
 from ds_quant.fsdp2.torch_names import FsdpParam, ParamGroup
@@ -83,14 +84,20 @@ class ShardedModule:
         return self.gradient_dtype in FLOATS
 
     @cached_property
+    def layout(self) -> RowLayout:
+        """Places of the shards in the rows that the collectives move."""
+        numels = tuple([sum(lengths) for lengths in self.lengths])
+        return RowLayout(numels, self.widths, self.level.shards.size, is_flat=True)
+
+    @cached_property
     def offsets(self) -> list[int]:
         """First element of every parameter in a row."""
-        return list(accumulate(self.widths, initial=0))[:-1]
+        return self.layout.offsets
 
     @cached_property
     def row_numel(self) -> int:
         """Elements of a row, padding included."""
-        return sum(self.widths)
+        return self.layout.row_numel
 
     def part(self, kept: Sequence[bool]) -> ShardedModule:
         """Return the same with some of the parameters, whose rows are shorter."""

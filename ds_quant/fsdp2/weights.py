@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec
-from ds_quant.codec.codec import Codec
-from ds_quant.comm.message import GatherSlice, Message
+from ds_quant.comm.message import Message
 from ds_quant.comm.profiling import profiler_range
+from ds_quant.comm.rows import plan_gather
 from ds_quant.comm.transport import Pending
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.node_shard import NodeShard
@@ -117,39 +116,5 @@ class QuantizedAllGather(AllGather):
 
     def _plan(self, bound_codecs: Sequence[BoundCodec]) -> Message:
         shards = self._sharded.level.shards
-        return _row_message(
-            tuple([bound.codec for bound in bound_codecs]),
-            self._sharded.widths,
-            self._sharded.lengths,
-            shards.rank,
-            shards.node_size,
-        )
-
-
-@lru_cache(maxsize=1024)
-def _row_message(
-    codecs: tuple[Codec, ...],
-    widths: tuple[int, ...],
-    lengths: tuple[tuple[int, ...], ...],
-    rank: int,
-    node_size: int | None,
-) -> Message:
-    """Plan the gather of one row per rank, each the padded shards of all parameters."""
-    ranks, row_numel = len(lengths[0]), sum(widths)
-    slices = []
-    offset = 0
-    for index, (codec, width) in enumerate(zip(codecs, widths, strict=True)):
-        for peer in range(ranks):
-            slices.append(
-                GatherSlice(
-                    peer=peer,
-                    codec=codec,
-                    numel=lengths[index][peer],
-                    stream=index,
-                    source=(0, offset),
-                    target=(0, peer * row_numel + offset),
-                    slot_numel=width,
-                )
-            )
-        offset += width
-    return Message(slices, rank=rank, ranks=ranks, node_size=node_size)
+        codecs = tuple([bound.codec for bound in bound_codecs])
+        return plan_gather(self._sharded.layout, codecs, shards.rank, shards.node_size)

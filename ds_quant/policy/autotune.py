@@ -29,9 +29,9 @@ import torch
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
-from ds_quant.comm.message import all_gather
 from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import GradientSpec, ReductionHop, Segment
+from ds_quant.comm.rows import all_gather
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import ceil_div, round_up, shard_range

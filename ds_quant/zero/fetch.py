@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.message import all_gather
 from ds_quant.comm.profiling import profiler_range
+from ds_quant.comm.rows import all_gather
 from ds_quant.comm.small_tensors import SMALL_NUMEL, small_tensors_last
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.runtime.param import ABSENT, DECODED, EXACT, Param

@@ -1,7 +1,7 @@
 """The node-level copy of the ZeRO-3 weights, updated after every optimizer step.
 
 [Note: node shard] Every node holds all weights, split over its ranks: its *node shard*. A rank
-holds *rows* of every parameter, see [Note: strided layout] of comm/node_rows.py. A gather of full
+holds *rows* of every parameter, see [Note: strided layout] of comm/rows.py. A gather of full
 weights then stays inside the node; only the changes of an optimizer step cross between nodes.
 
 [Note: stale rows] The exchange after a step serves every parameter that was trained when the engine
@@ -31,19 +31,13 @@ take the write back (a perturbation, an average): the difference would be large,
 with streams it is posted at once, behind these chunks on DeepSpeed's stream of gathers. On the CPU
 a wait for a chunk blocks the host, so a gather is posted when it is waited for. Other reads and
 writes of rows finish the exchange first.
-
-[Note: rows in host memory] If DeepSpeed keeps its shards on the host (``offload_param``), the rows
-are there, too, page-locked. A gather copies its rows to the device when it is posted, as far ahead
-of their use as DeepSpeed fetches. An exchange copies a chunk to the device when it has arrived,
-changes it there and copies it back; differences are also taken from a copy. Copies run in order of
-the stream that asks for them: the device holds one chunk and the gathers under way.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,7 +46,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm.lossless_gather import Post, posts
-from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather, rows_on_device
+from ds_quant.comm.node_rows import LosslessRows, exchange, gather, on_device
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
@@ -65,7 +59,7 @@ from ds_quant.zero.accelerator import StepBarrier
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
 from ds_quant.zero.deepspeed_types import ZeroParameter
 from ds_quant.zero.front import EngineFront
-from ds_quant.zero.lossless import NodeRows
+from ds_quant.zero.row_memory import RowMemory
 
 # Index of a hop among the codecs of a parameter's weights.
 _INTER_NODE = 0
@@ -111,15 +105,19 @@ class NodeShard:
         self._world = hierarchy.flat
         self._rank = hierarchy.flat.rank
 
-        # - Rows, in ``Param.node_rows``: ``close`` frees them when the engine is destroyed
+        # - Rows: the first gathers fill them, ``close`` frees them when the engine is destroyed
         self.served: list[Param] = []
         for p in params:
             param = self._run.param_of(p)
             if param is not None and self._is_served(p):
+                param.row_state = STALE
                 self.served.append(param)
-        self._stays_on_host = offload.offloads_parameters(front.engine)
-        self._is_away = False  # moved to the host by ``offload_states``
-        self._allocate()
+        self._memory = RowMemory(
+            self.served,
+            self._run.topology,
+            local=self._rank % self._run.topology.node_size,
+            stays_on_host=offload.offloads_parameters(front.engine),
+        )
 
         # - Gathers and the exchange after a step
         self._exchange = ChunkedExchange()
@@ -155,62 +153,20 @@ class NodeShard:
         in_world = self._run.is_world(p.ds_process_group)
         return sharded_params.is_sendable(p) and not p.ds_persist and in_world
 
-    def _allocate(self) -> None:
-        """Allocate the rows, to be filled by the first gathers."""
-        topology = self._run.topology
-        arena = self._new_arena(on_host=self._stays_on_host)
-        for param in self.served:
-            param.row_state = STALE
-            param.node_rows = ShardRows.allocate(
-                param.tensor.ds_numel,
-                nodes=topology.nodes,
-                node_size=topology.node_size,
-                local=self._rank % topology.node_size,
-                dtype=param.tensor.ds_tensor.dtype,
-                arena=arena,
-                device=accelerator.device() if self._stays_on_host else None,
-            )
-
-    def _new_arena(self, *, on_host: bool, pin: bool = True) -> RowArena:
-        """Return an arena for all rows, on the device or the host."""
-        shard_bytes = sum(param.tensor.ds_tensor.nbytes for param in self.served)
-        device = torch.device("cpu") if on_host else accelerator.device()
-
-        def zeros(nbytes: int) -> Tensor:
-            block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            return offload.pin(block) if on_host and pin else block
-
-        return RowArena(self._run.topology.nodes * shard_bytes, zeros)
-
     def leave_device(self, *, pin: bool) -> None:
-        """Move all rows to the host: see ``offload.follow_states``.
-
-        Afterwards gathers read copies: [Note: rows in host memory].
-        """
+        """Move all rows to the host: see ``offload.follow_states``."""
         self.finish()
-        if not (self._stays_on_host or self._is_away):
-            accelerator.synchronize()  # other streams may have written rows
-            self._move(self._new_arena(on_host=True, pin=pin), away_from=accelerator.device())
+        self._memory.leave_device(pin=pin)
 
     def return_to_device(self) -> None:
         """Move all rows back: see ``offload.follow_states``."""
         self.finish()
-        if self._is_away:
-            self._move(self._new_arena(on_host=False), away_from=None)
-            self._barrier.record()
-
-    def _move(self, arena: RowArena, *, away_from: torch.device | None) -> None:
-        """Copy all rows into ``arena``. away_from: device of the collectives, None to return."""
-        self._is_away = away_from is not None
-        for param in self.served:
-            old_rows = param.node_rows.rows
-            rows = arena.zeros(*old_rows.shape, dtype=old_rows.dtype)
-            rows.copy_(old_rows, non_blocking=not self._is_away)
-            param.node_rows = replace(param.node_rows, rows=rows, device=away_from)
+        self._memory.return_to_device()
+        self._barrier.record()
 
     def nbytes(self) -> int:
         """Return the bytes of the node shard on this rank."""
-        return sum(param.node_rows.rows.nbytes for param in self.served)
+        return self._memory.nbytes
 
     def resync(self, params: Iterable[ZeroParameter] | None = None) -> None:
         """Mark rows stale: weights were written outside the optimizer step.
@@ -235,7 +191,7 @@ class NodeShard:
         self.finish()
         # Stale rows are about to be filled. They are the same ones on all ranks.
         rows = (
-            rows_on_device([param.node_rows])[0]
+            on_device([param.node_rows.rows], param.node_rows.device)[0]
             for param in self.served
             if param.row_state is not STALE
         )
@@ -247,7 +203,7 @@ class NodeShard:
         self._requested.clear()
         for param in self.served:
             param.row_state = ABSENT
-            del param.node_rows
+        self._memory.free()
         self.served = []
 
     # ---- writes by other code ----
@@ -432,10 +388,11 @@ class NodeShard:
 
     def _lossless_differences(self, parts: Sequence[Sequence[Param]]) -> Iterator[Post]:
         messages = [
-            NodeRows(
-                [param.node_rows for param in part],
-                partial(self._shards, part),
+            LosslessRows(
+                [param.node_rows.rows for param in part],
                 self._inter.rank,
+                partial(self._shards, part),
+                part[0].node_rows.device,
             )
             for part in parts
         ]

@@ -20,6 +20,7 @@ from ds_quant import fsdp2
 from ds_quant.comm.returned_sums import ReturnedSums
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
+from ds_quant.fsdp2.model import AttachedModel
 from tests.distributed.exact_model import sgd
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.test_fsdp2 import WIDTH, Net, new_model, sharded, weights_of
@@ -469,36 +470,70 @@ def wide() -> nn.Module:
 
 
 @on_ranks(4)
-def test_hsdp_receives_four_bytes_between_nodes_and_eden4_one() -> None:
-    """Per parameter and step of bf16 gradients from infinitely many nodes: of two, the half."""
-    reduced = 0
+def test_the_all_reduce_of_fsdp2_takes_four_bytes_of_bf16_between_nodes() -> None:
+    """Per parameter and step, from infinitely many nodes."""
+    reduced_bytes = 0
     all_reduce = torch.distributed.all_reduce
 
-    def counted(tensor: torch.Tensor, *who: Any, **how: Any) -> Any:
-        nonlocal reduced
-        if tensor.is_floating_point():  # votes are integers
-            reduced += tensor.nbytes
-        return all_reduce(tensor, *who, **how)
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal reduced_bytes
+        reduced_bytes += tensor.nbytes
+        return all_reduce(tensor, *args, **kwargs)
 
-    torch.distributed.all_reduce = counted
     model = replicated(wide(), mesh_of(2), mp_policy=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.distributed.all_reduce = counted
     train(model, optimizer, steps=1, micro_steps=2, width=512)
-    numel = sum(p.numel() for p in model.parameters())
-    # A ring over all nodes sends every byte twice; a rank has half of the parameters of its node.
-    assert 2 * reduced / (numel / 2) == 4.0
-    reduced = 0
+    params_per_rank = sum(p.numel() for p in model.parameters()) / 2
+    # A ring over all nodes sends every byte twice.
+    assert 2 * reduced_bytes / params_per_rank == 4.0
+
+
+def train_wide_replicas(*, steps: int) -> tuple[nn.Module, AttachedModel]:
+    """Train two replicas of two ranks under eden4, in four micro-steps per step."""
+    model = replicated(wide(), mesh_of(2), mp_policy=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     block = {"scheme": "eden4", "checksum_steps": 0}
     front = fsdp2.attach(model, block, optimizer=optimizer)
-    train(model, optimizer, steps=2, micro_steps=4, width=512)
-    assert reduced == 0
+    train(model, optimizer, steps=steps, micro_steps=4, width=512)
+    return model, front
+
+
+@on_ranks(4)
+def test_fsdp2_reduces_no_gradients_between_replicas_itself() -> None:
+    reduced = []
+    all_reduce = torch.distributed.all_reduce
+
+    def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(tensor.dtype)
+        return all_reduce(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = recorded
+    train_wide_replicas(steps=2)
+    assert not any(dtype.is_floating_point for dtype in reduced)  # votes are integers
+
+
+@on_ranks(4)
+def test_replicas_receive_the_bytes_that_were_announced() -> None:
+    """Of two nodes, the half of the volume from infinitely many."""
+    model, front = train_wide_replicas(steps=2)
     figures = ds_quant.report(model)
     received = figures["received_bytes"]
-    assert received["weights"]["inter"] == 0
-    per_node = 2 * received["gradients"]["inter"] / figures["steps"] / figures["params"]
     volume = figures["expected_bytes_per_param"]
     assert 1.14 < volume < 1.19  # 4 bits out, 5 back
-    assert per_node == pytest.approx(volume / 2, rel=0.02)
+    assert received["weights"]["inter"] == 0
+    bytes_into_node = 2 * received["gradients"]["inter"] / figures["steps"]
+    assert bytes_into_node / figures["params"] == pytest.approx(volume / 2, rel=0.02)
+    expected = front.run.comm_volume().received(3, micro_steps=4)
+    expected_inside = sum(hops["intra"] for hops in expected.values())
+    inside = sum(hops["intra"] for hops in received.values())
+    assert inside / figures["steps"] == pytest.approx(expected_inside, rel=0.05)
+
+
+@on_ranks(4)
+def test_the_start_up_line_tells_what_replicas_send() -> None:
+    model, front = train_wide_replicas(steps=0)
+    volume = ds_quant.report(model)["expected_bytes_per_param"]
     assert front.line.startswith(
         f"eden4 on FSDP2 with replicas, volume {volume:.2f} B/param/step between nodes "
         "(bf16 4.00), all weights, 2 small tensors unquantized ("
@@ -506,10 +541,6 @@ def test_hsdp_receives_four_bytes_between_nodes_and_eden4_one() -> None:
     assert "; 2 replicas of 2 ranks; " in front.line
     assert "weights stay in the node, exact; " in front.line
     assert f"{volume / 2:.2f} B/param/step received per node" in front.line
-    inside = sum(hops["intra"] for hops in received.values())
-    expected = front.run.comm_volume().received(3, micro_steps=4)
-    expected_inside = sum(hops["intra"] for hops in expected.values())
-    assert inside / figures["steps"] == pytest.approx(expected_inside, rel=0.05)
 
 
 # ---- drift ----

@@ -7,6 +7,7 @@ tests/unit/wire_oracle.py and lossless_oracle.py, which import nothing of ds_qua
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ NODES = ((0, 1), (2, 3))
 PLACES = ((0, 2), (1, 3))
 STEP = 1  # the recorded one; steps are counted from 0
 Bits = np.ndarray  # of bf16
+PieceValues = dict[oracle.Piece, np.ndarray]
 
 
 class Sent(NamedTuple):
@@ -145,21 +147,21 @@ def record(scheme: str) -> Recorded:
     return found
 
 
-# ---- what the page says ----
+# ---- weights ----
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    thinned(["qsdp", "sdp4bit", "eden4", "lossless_w_g3"], lambda scheme: scheme != "sdp4bit"),
-)
-def test_weights_and_sums_are_those_of_the_page(scheme: str) -> None:
-    ranks = run(record, RANKS, scheme)
-    check_weights(scheme, ranks)
-    check_sums(scheme, ranks)
+SCHEMES = thinned(["qsdp", "sdp4bit", "eden4", "lossless_w_g3"], lambda scheme: scheme != "sdp4bit")
 
 
-def check_weights(scheme: str, ranks: Sequence[Recorded]) -> None:
-    """The messages of weights between the nodes, last those of every module after the step."""
+@functools.cache
+def recorded_ranks(scheme: str) -> list[Recorded]:
+    return run(record, RANKS, scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_between_nodes_are_those_of_the_page(scheme: str) -> None:
+    """Compares the last messages, which are those of every module after the step."""
+    ranks = recorded_ranks(scheme)
     modules = ranks[0].modules
     for sender, recorded in enumerate(ranks):
         sent = recorded.sent[PLACES[sender % NODE_SIZE], "weights"]
@@ -227,15 +229,17 @@ def scheme_of(name: str) -> Any:
 # ---- sums ----
 
 
-def check_sums(scheme: str, ranks: Sequence[Recorded]) -> None:
-    """Every message of gradients, and every sum of both hops."""
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_messages_and_sums_of_gradients_are_those_of_the_page(scheme: str) -> None:
+    ranks = recorded_ranks(scheme)
     rounds: dict[tuple[int, ...], int] = defaultdict(int)
     assert len(ranks[0].reductions) == len(ranks[0].modules)
     for number, (module, _, _) in enumerate(ranks[0].reductions):
         rows = ranks[0].modules[module]
         given = [one.reductions[number][1] for one in ranks]
         found = [one.reductions[number][2] for one in ranks]
-        for rank, sums in enumerate(sums_of(scheme, rows, given, ranks, rounds)):
+        reduction = ReductionOracle(scheme, rows, given, ranks, rounds)
+        for rank, sums in enumerate(reduction.sums()):
             for i, row in enumerate(rows):
                 parts = sorted((p.start, s) for p, s in sums.items() if p.tensor == i)
                 wanted = np.concatenate([np.zeros(0, np.float32), *(s for _, s in parts)])
@@ -243,78 +247,104 @@ def check_sums(scheme: str, ranks: Sequence[Recorded]) -> None:
                 assert np.array_equal(result, rounded(wanted)), (row.name, rank)
 
 
-def sums_of(
-    scheme: str,
-    rows: Sequence[Row],
-    given: Sequence[Bits],
-    ranks: Sequence[Recorded],
-    rounds: dict[tuple[int, ...], int],
-) -> list[dict[oracle.Piece, np.ndarray]]:
-    """Return the sums of every rank. rounds: messages of every group that were looked at."""
-    gradients = scheme_of(scheme)
-    formats = (
-        format_of(gradients.gradients_intra or gradients.gradients),
-        format_of(gradients.gradients),
-    )
-    h = gradients.block.gradients.rotation
-    pieces = list(pieces_of(rows, formats, h))
+class ReductionOracle:
+    """One reduction over both hops as the page says. Its messages are compared with those sent.
 
-    def signs(p: oracle.Piece, numel: int) -> np.ndarray | float:
-        if not p.h or not gradients.block.gradients.rotation_signs:
-            return np.float32(1)
-        key = oracle.key_of(seed=0, role=1, parameter=rows[p.tensor].index, stream=0, hop=99)
-        return np.resize(oracle.signs_of(key, STEP << 24, p.h), numel)
+    rows: of the module. given: the gradients of every rank.
+    rounds: messages of every group that were looked at.
+    """
 
-    def own(p: oracle.Piece, rank: int) -> np.ndarray:
-        row = rows[p.tensor]
-        whole = floats(given[rank]).reshape(RANKS, -1)
-        values = whole[:, row.offset : row.offset + row.width].reshape(-1)[p.start : p.stop]
-        values = values * signs(p, len(values))
-        return oracle.rotate(values, p.h) if p.h else values
+    def __init__(
+        self,
+        scheme: str,
+        rows: Sequence[Row],
+        given: Sequence[Bits],
+        ranks: Sequence[Recorded],
+        rounds: dict[tuple[int, ...], int],
+    ) -> None:
+        self._scheme = scheme_of(scheme)
+        self._rows = rows
+        self._given = given
+        self._ranks = ranks
+        self._rounds = rounds
 
-    def hop(
-        level: int, group: tuple[int, ...], values: dict[int, dict[oracle.Piece, np.ndarray]]
-    ) -> dict[int, dict[oracle.Piece, np.ndarray]]:
-        """Check the messages of a group, and return the sums of its ranks."""
-        place = rounds[group]
-        rounds[group] += 1
+    def sums(self) -> list[PieceValues]:
+        """Return the sums of every rank."""
+        scheme = self._scheme
+        formats = (
+            format_of(scheme.gradients_intra or scheme.gradients),
+            format_of(scheme.gradients),
+        )
+        pieces = list(pieces_of(self._rows, formats, scheme.block.gradients.rotation))
+        finished: list[PieceValues] = [{} for _ in self._ranks]
+        for part in oracle.slices(pieces, 2):
+            for rank, sums in self._sums_of_slice(part).items():
+                for piece, total in sums.items():
+                    mean = oracle.finished(piece, total, 1 / RANKS)
+                    finished[rank][piece] = mean * self._signs(piece, len(mean))
+        return finished
+
+    def _sums_of_slice(self, pieces: Sequence[oracle.Piece]) -> dict[int, PieceValues]:
+        """Return the sums of one slice by rank, still rotated."""
+        values = {}
+        for rank in range(RANKS):
+            values[rank] = {piece: self._own_values(piece, rank) for piece in pieces}
+        for level, groups in enumerate((NODES, PLACES)):
+            sums: dict[int, PieceValues] = {}
+            for group in groups:
+                sums |= self._sums_of_group(level, group, values)
+            values = sums
+        return values
+
+    def _sums_of_group(
+        self, level: int, group: tuple[int, ...], values: dict[int, PieceValues]
+    ) -> dict[int, PieceValues]:
+        """Compare the messages of a group on one hop, and return the sums of its ranks."""
+        number = self._rounds[group]
+        self._rounds[group] += 1
         sums = {}
-        for mine, receiver in enumerate(group):
-            reducer = (lambda p: p.reducer % NODE_SIZE) if level == 0 else (
-                lambda p: group.index(p.reducer)
-            )  # fmt: skip
-            taken = [p for p in values[receiver] if reducer(p) == mine]
+        for index, receiver in enumerate(group):
+            taken = [p for p in values[receiver] if _index_of_reducer(p, level, group) == index]
             messages = {}
             for source, sender in enumerate(group):
                 if sender == receiver:
                     continue  # its own values take no message
-                message = ranks[sender].sent[group, "gradients"][place].to(mine)
-                encoded = {p: encode(p, values[sender][p], sender, level) for p in taken}
-                assert oracle.holds(message, encoded, level)
+                message = self._ranks[sender].sent[group, "gradients"][number].to(index)
+                expected = {p: self._encoded(p, values[sender][p], sender, level) for p in taken}
+                assert oracle.holds(message, expected, level)
                 messages[source] = message
-            exact = mine, values[receiver]
-            sums[receiver] = oracle.add_up(taken, messages, level, exact)
+            sums[receiver] = oracle.add_up(taken, messages, level, (index, values[receiver]))
         return sums
 
-    def encode(p: oracle.Piece, values: np.ndarray, sender: int, level: int) -> bytes:
-        key = oracle.key_of(
-            seed=0, role=1, parameter=rows[p.tensor].index, stream=sender + 1, hop=level
-        )
-        return oracle.row_of(values, p.formats[level], (key, STEP << 24), p.first())
+    def _own_values(self, piece: oracle.Piece, rank: int) -> np.ndarray:
+        """Return the values that a rank adds, rotated."""
+        row = self._rows[piece.tensor]
+        shards = floats(self._given[rank]).reshape(RANKS, -1)
+        gradient = shards[:, row.offset : row.offset + row.width].reshape(-1)
+        values = gradient[piece.start : piece.stop]
+        values = values * self._signs(piece, len(values))
+        return oracle.rotate(values, piece.h) if piece.h else values
 
-    totals: list[dict[oracle.Piece, np.ndarray]] = [{} for _ in ranks]
-    for part in oracle.slices(pieces, 2):
-        values = {rank: {p: own(p, rank) for p in part} for rank in range(RANKS)}
-        for level, groups in enumerate((NODES, PLACES)):
-            sums = {}
-            for group in groups:
-                sums |= hop(level, group, values)
-            values = sums
-        for rank, sums in values.items():
-            for p, total in sums.items():
-                done = oracle.finished(p, total, 1 / RANKS)
-                totals[rank][p] = done * signs(p, len(done))
-    return totals
+    def _signs(self, piece: oracle.Piece, numel: int) -> np.ndarray | np.float32:
+        if not piece.h or not self._scheme.block.gradients.rotation_signs:
+            return np.float32(1)
+        key = self._key(piece, stream=0, hop=99)
+        return np.resize(oracle.signs_of(key, STEP << 24, piece.h), numel)
+
+    def _encoded(self, piece: oracle.Piece, values: np.ndarray, sender: int, level: int) -> bytes:
+        key = self._key(piece, stream=sender + 1, hop=level)
+        return oracle.row_of(values, piece.formats[level], (key, STEP << 24), piece.first())
+
+    def _key(self, piece: oracle.Piece, *, stream: int, hop: int) -> int:
+        parameter = self._rows[piece.tensor].index
+        return oracle.key_of(seed=0, role=1, parameter=parameter, stream=stream, hop=hop)
+
+
+def _index_of_reducer(piece: oracle.Piece, level: int, group: tuple[int, ...]) -> int:
+    """Return the index in the group of the rank that sums a piece on a hop."""
+    if level == 0:  # inside the node: the rank of equal local rank
+        return piece.reducer % NODE_SIZE
+    return group.index(piece.reducer)
 
 
 def pieces_of(

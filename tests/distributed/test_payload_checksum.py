@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,47 +19,45 @@ BLOCKS = {
 }
 
 
-@dataclass
-class Flip:
-    """A transport that changes one bit of what it brings, after it has arrived."""
+class DamagedMessage(NamedTuple):
+    """A message that arrives with one bit changed. work: its ``irecv``."""
 
     work: Any
-    received: torch.Tensor
-    byte: int
+    message: torch.Tensor
 
     def wait(self) -> None:
         self.work.wait()
-        self.received[self.byte] ^= 4
+        self.message[3] ^= 4
 
 
 class Fault:
-    """From now on the next message of ``role`` on this rank, from ``sender`` of two, is changed."""
+    """Once ``armed``, damages the next message of ``role`` that this rank gets from ``sender``."""
 
     def __init__(self, role: str, sender: int) -> None:
         from ds_quant.comm.transport import Communicator
 
-        self.role, self.sender, self.armed = role, sender, False
-        self._posting = ""
-        Communicator._count, Communicator._posted = (
-            self._noting(Communicator._count),
-            self._changing(Communicator._posted),
-        )
+        self.armed = False
+        self._role = role
+        self._sender = sender
+        self._posted_role = ""  # of the collective that is being posted
+        Communicator.all_gather = self._noting_role(Communicator.all_gather)
+        Communicator.all_to_all = self._noting_role(Communicator.all_to_all)
+        self._irecv = torch.distributed.irecv
+        torch.distributed.irecv = self._receive
 
-    def _noting(self, count: Any) -> Any:
-        def counted(link: Any, role: str, received: Any) -> None:
-            self._posting = role
-            count(link, role, received)
+    def _noting_role(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def post(*args: Any, role: str, **kwargs: Any) -> Any:
+            self._posted_role = role
+            return collective(*args, role=role, **kwargs)
 
-        return counted
+        return post
 
-    def _changing(self, post: Any) -> Any:
-        def posted(link: Any, payload: Any, received: torch.Tensor, work: Any, role: str) -> Any:
-            if self.armed and self._posting == self.role:
-                self.armed = False
-                work = Flip(work, received, self.sender * received.numel() // 2 + 3)
-            return post(link, payload, received, work, role)
-
-        return posted
+    def _receive(self, message: torch.Tensor, sender: int, **kwargs: Any) -> Any:
+        work = self._irecv(message, sender, **kwargs)
+        if not self.armed or self._posted_role != self._role or sender != self._sender:
+            return work
+        self.armed = False
+        return DamagedMessage(work, message)
 
 
 def hit(stage: int, block: dict[str, Any], role: str) -> tuple[Any, Fault]:

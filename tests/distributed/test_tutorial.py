@@ -12,7 +12,7 @@ from torch import nn
 import ds_quant
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.comm.message import all_gather
+from ds_quant.comm.rows import all_gather
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import engine_of, live, train_step
 from tests.world import SimulatedRank, World

@@ -17,7 +17,7 @@ import torch
 
 from ds_quant.codec.bound import BoundCodec, decode, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.message import _shard_message
+from ds_quant.comm.rows import even_layout, plan_gather
 from ds_quant.kernels.batch import (
     OWN_SIGNS,
     Decode,
@@ -525,7 +525,7 @@ def test_rows_of_operations_that_kernels_take_one_by_one_stay_alone() -> None:
 def test_threads_that_share_a_plan_do_not_mix_their_buffers() -> None:
     """Two engines in two threads gather tensors of equal sizes: they share what decodes them."""
     codec, ranks, width = GroupCodec(range="absmax", group_size=128), 4, 50_000
-    decoding = _shard_message(((codec, ranks * width),), ranks, 0, None)._decode
+    decoding = plan_gather(even_layout((ranks * width,), ranks), (codec,), 0, None)._decode
 
     def wrong(seed: int) -> int:
         x = torch.randn(ranks, width, generator=torch.Generator().manual_seed(seed))

@@ -98,6 +98,7 @@ READ_ELSEWHERE = {
     "zero.owner_gradients": {"dp_process_group"},
     "zero.partial_gradients": {"independent_gradient_partition_epilogue"},
     "zero.replica": {"allgather_bucket_size"},
+    "zero.row_memory": {"ds_numel", "ds_tensor"},
 }
 # Classes of deepspeed_types.py whose public attributes are DeepSpeed's interface, not internals.
 INTERFACES = {"Engine", "Monitor", "OffloadSettings", "GatherHandle", "CheckpointEngine"}

@@ -13,8 +13,9 @@ import torch
 
 from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.message import GatherSlice, Message, all_gather
+from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather
+from ds_quant.comm.rows import all_gather
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from tests.codecs import codecs, format_of

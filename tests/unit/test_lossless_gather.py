@@ -13,8 +13,8 @@ import torch
 
 from ds_quant.comm import lossless_gather
 from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage, posts
+from ds_quant.comm.node_rows import LosslessRows
 from ds_quant.comm.traffic import Tally
-from ds_quant.fsdp2.lossless_rows import LosslessRows
 from tests.world import SimulatedRank, World
 
 BF16 = torch.bfloat16
@@ -61,7 +61,9 @@ def test_rows_of_fsdp2_are_updated_in_columns_of_trained_parameters_alone(column
     def exchanged(rank: SimulatedRank) -> torch.Tensor:
         rows, link = torch.zeros(3, 9, dtype=BF16), rank.run.world.hierarchy.flat
         new_row = torch.full((9,), 1.0 + rank.number, dtype=BF16)
-        sources = [LosslessRows(columns, rows, rank.number, lambda: new_row)]
+        kept = [rows[:, column.start : column.stop] for column in columns]
+        new = [new_row[column.start : column.stop] for column in columns]
+        sources = [LosslessRows(kept, rank.number, lambda: new)]
         for post in posts(sources, link, link, device=rows.device, traffic=rank.run.traffic):
             post().wait()
         return rows

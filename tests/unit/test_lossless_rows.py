@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_quant.fsdp2.lossless_rows import trained_columns
+from ds_quant.fsdp2.node_shard import trained_columns
 
 
 @pytest.mark.parametrize(

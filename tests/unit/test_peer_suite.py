@@ -91,7 +91,6 @@ def test_tests_of_fsdp2_name_the_cpu_instead_of_cuda() -> None:
 COMMITTED = {
     "peer_suite_cpu": DEEPSPEED,
     "peer_suite_fsdp2_cpu": FSDP2,
-    "peer_suite_fsdp2_training_cpu": FSDP2,
 }
 
 

@@ -500,7 +500,7 @@ def test_hsdp_receives_four_bytes_between_nodes_and_eden4_one() -> None:
     assert 1.14 < volume < 1.19  # 4 bits out, 5 back
     assert per_node == pytest.approx(volume / 2, rel=0.02)
     assert front.line.startswith(
-        f"eden4 on FSDP2 with replicas, volume {volume:.2f} B/param/step between nodes "
+        f"eden4 on FSDP2, volume {volume:.2f} B/param/step between nodes "
         "(bf16 4.00), all weights, 2 small tensors unquantized ("
     )
     assert "; 2 replicas of 2 ranks; " in front.line

@@ -25,7 +25,7 @@ from ds_quant.runtime.run import Run
 GB = 1e9
 _LESS = 0.9  # share of the bytes below which another scheme is advised
 _NOTABLE = 0.05  # share of the bytes from which tensors in full precision are named
-_LINES, _COLUMNS = 3, 100
+_LINES, _COLUMNS, _INDENT = 3, 100, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +88,29 @@ def summary(run: Run, front: LineParts) -> str:
         facts.append(f"{_memory_in_short(run, front)};")
     kernels, _, _ = dispatch.describe(run.device, block.backend).partition(" (")
     facts += [f"{kernels};", "all of it: ds_quant.report()"]
+    return "\n  ".join(_lines_of(facts))
+
+
+def _lines_of(facts: Sequence[str]) -> list[str]:
+    """Break the lines between facts, else between words; leave out the last facts if need be."""
     lines = _filled(facts)
-    if len(lines) > _LINES or len(lines[0]) > _COLUMNS:
-        lines = _filled(re.split(r"(?<!\d) ", " ".join(facts)))  # numbers stay with their units
-    return "\n  ".join(lines)
+    kept = list(facts)
+    while not _fit(lines):
+        lines = _filled(re.split(r"(?<!\d) ", " ".join(kept)))  # numbers stay with their units
+        kept.pop()
+    return lines
+
+
+def _fit(lines: Sequence[str]) -> bool:
+    widest = max(len(lines[0]), *(_INDENT + len(line) for line in lines[1:]))
+    return len(lines) <= _LINES and widest <= _COLUMNS
 
 
 def _filled(pieces: Sequence[str]) -> list[str]:
     """Fill lines with pieces that are not broken. All but the first line are indented by two."""
     lines: list[str] = []
     for piece in pieces:
-        indent = 2 if len(lines) > 1 else 0
+        indent = _INDENT if len(lines) > 1 else 0
         if lines and indent + len(f"{lines[-1]} {piece}") <= _COLUMNS:
             lines[-1] += f" {piece}"
         else:

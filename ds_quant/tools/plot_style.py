@@ -126,10 +126,13 @@ def wrapped(name: str) -> str:
     return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write the figure in the format of the file's name, and free it."""
+def save(figure: Any, path: Path, *, dpi: float | None = None) -> None:
+    """Write the figure in the format of the file's name, and free it.
+
+    dpi: by default that of the style.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(path)
+        figure.savefig(path, dpi=dpi)
     finally:
         pyplot().close(figure)

@@ -99,16 +99,21 @@ def text_of(run: Run, *, period: str = "step") -> str:
 
 
 @pytest.mark.parametrize("scheme", preset_names())
-def test_the_start_up_lines_of_every_scheme_fit_on_three_lines_of_a_terminal(scheme: str) -> None:
+def test_the_start_up_lines_of_every_scheme_fit_on_three_lines_of_a_terminal(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 64))})
     stage = 3 if parse_block({"scheme": scheme}).keeps_node_shard else 2
-    made = World(2, 2, module=module, stage=stage, scheme=scheme, warmup_steps=1000)
+    made = World(2, 2, module=module, stage=stage, scheme=scheme, warmup_steps=1000).ranks[0]
+    made.engine.communication_data_type = torch.bfloat16
+    monkeypatch.setattr(made.run, "peak_bytes", lambda volume: 34.5e9)
     for period in ("step", "micro-step"):
-        lines = text_of(made.ranks[0].run, period=period).split("\n")
+        lines = text_of(made.run, period=period).split("\n")
         assert len(lines) <= 3 and max(map(len, lines)) <= 100, lines
         assert lines[0].startswith(f"quantized_comm: {scheme} on ZeRO-3, 2 nodes x 2 CPU processes")
-        assert "from step 1000 on;" in "\n".join(lines)
-        assert "12 GB kept in host memory +" in " ".join(map(str.strip, lines))
+        text = " ".join(map(str.strip, lines))
+        assert "; from step 1000 on; " in text
+        assert "memory per process: 12 GB kept in host memory + 34 GB at most in a step" in text
 
 
 @pytest.mark.parametrize(

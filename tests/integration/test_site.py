@@ -43,3 +43,10 @@ def test_no_page_loads_anything_from_a_network(site: Path) -> None:
         assert REMOTE.findall(page.read_text("utf-8")) == [], page
     for style in site.glob("**/*.css"):
         assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", style.read_text("utf-8"))
+
+
+def test_search_works_without_a_server(site: Path) -> None:
+    """Browsers refuse workers and JSON files under file://."""
+    assert 'src="iframe-worker.js"' in (site / "index.html").read_text("utf-8").replace("'", '"')
+    assert (site / "iframe-worker.js").exists()
+    assert (site / "search" / "search_index.js").read_text("utf-8").startswith("var __index = {")

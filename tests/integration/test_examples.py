@@ -219,7 +219,7 @@ def trained_on_two_hosts(commands: list[list[str]], folder: Path, **more: str) -
             process.terminate()
     assert not any(process.returncode for process in started), printed
     both = "".join(printed)
-    assert "; 2 x 1 ranks; " in both and len(losses(both)) >= 4, both
+    assert ", 2 nodes x 1 CPU process: " in both and len(losses(both)) >= 4, both
     return both
 
 

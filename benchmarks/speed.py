@@ -473,14 +473,24 @@ def _bars(
             ratios.plot([bound, bound], [index - 0.4, index + 0.4], ":", color="0.2")
 
 
+_STROKES = {"fsdp2": "--", "fsdp2_hsdp": "-.", "ddp": "-."}  # fronts beside DeepSpeed
+
+
 def _curves(
     times: Any, ratios: Any, rows: Sequence[dict[str, Any]], color: str, baseline: str
 ) -> None:
     """Draw one scheme in both panels."""
     scheme = rows[0]["scheme"]
     rates = [row["rate"] for row in rows]
-    times.plot(rates, [row["seconds"] for row in rows], marker="o", label=scheme, color=color)
-    ratios.plot(rates, [row["speedup"] for row in rows], marker="o", label=scheme, color=color)
+    for axes, key in ((times, "seconds"), (ratios, "speedup")):
+        axes.plot(
+            rates,
+            [row[key] for row in rows],
+            marker="o",
+            linestyle=_STROKES.get(scheme.partition(":")[0], "-"),
+            label=scheme,
+            color=color,
+        )
     low = [row["speedup_min"] for row in rows]
     high = [row["speedup_max"] for row in rows]
     ratios.fill_between(rates, low, high, color=color, alpha=0.15, linewidth=0)

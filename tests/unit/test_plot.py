@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_quant.runtime.telemetry import json_line
-from ds_quant.tools import plot
+from ds_quant.tools import plot, plot_style
 from ds_quant.tools.cli import main
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'ds_quant[bench]'")
@@ -84,3 +84,16 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(write(tmp_path, record(1)))]) == 1
     assert "plots need matplotlib: pip install 'ds_quant[bench]'" in capsys.readouterr().err
+
+
+def test_a_scheme_has_shades_of_one_colour_under_every_front() -> None:
+    names = ("eden4", "fsdp2:eden4", "fsdp2_hsdp:eden4", "ddp:eden4", "fsdp2", "qsdp:min_numel=0")
+    found = plot_style.colors(names)
+    assert len(set(found.values())) == len(names)
+    assert found["eden4"] == plot_style.COLORS["eden4"]
+    for name, scheme in zip(names[1:4], ("eden4",) * 3, strict=True):
+        lighter = plot_style.COLORS[scheme]
+        while lighter != found[name] and lighter != "#ffffff":
+            lighter = plot_style.shade(lighter, 0.25)
+        assert lighter == found[name], name
+    assert found["qsdp:min_numel=0"] == plot_style.shade(plot_style.COLORS["qsdp"], 0.25)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pictures
 import pytest
 
 from ds_quant.runtime.telemetry import json_line
@@ -97,3 +98,14 @@ def test_a_scheme_has_shades_of_one_colour_under_every_front() -> None:
             lighter = plot_style.shade(lighter, 0.25)
         assert lighter == found[name], name
     assert found["qsdp:min_numel=0"] == plot_style.COLORS["qsdp"]
+
+
+def test_the_picture_of_readme_has_the_ranges_of_its_table(tmp_path: Path) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+    row = readme.partition("| fine-tuning, 7 B, ZeRO-3 | 2 x 8 | `eden4` | ")[2].partition(" |\n")[
+        0
+    ]
+    drawn = ["{:.1f} to {:.1f}".format(*pictures.band(link)) for link in (1, 2.5, 10, 25, 100)]
+    assert drawn == row.split(" | ")
+    pictures.draw(tmp_path / "speedup.png")
+    assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")

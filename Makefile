@@ -34,10 +34,10 @@ demo: install
 report: install
 	$(BIN)/python benchmarks/sections.py
 
-# The documentation as a site, in build/site; a link that leads nowhere ends the build.
+# The documentation as a site, in site/; a link that leads nowhere ends the build.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .ci/mkdocs.yml
-	@echo "open file://$(abspath build/site/index.html)"
+	@echo "open file://$(abspath site/index.html)"
 
 # test-all takes what is slow, too; tests that compare times come last and alone. Two workers, as ranks
 # mostly wait for each other.
@@ -73,5 +73,5 @@ wheel: install
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) build dist demo_out *.egg-info ds_quant/kernels/_native*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist site demo_out *.egg-info ds_quant/kernels/_native*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

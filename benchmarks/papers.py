@@ -211,7 +211,7 @@ def draw_qsdp(results: Results, path: Path) -> None:
     """Draw the stall, the losses at low widths, and the speed-ups of QSDP."""
     from ds_quant.tools import plot_style
 
-    figure, (left, middle, right) = plot_style.pyplot().subplots(1, 3, figsize=(18, 5))
+    figure, (stall, low_widths, speed_ups) = plot_style.pyplot().subplots(3, 1, figsize=(7, 13))
     curves: dict[str, list[tuple[int, float]]] = {}
     for label, f in results.quick("Q1").items():
         if label.startswith("step "):
@@ -219,8 +219,8 @@ def draw_qsdp(results: Results, path: Path) -> None:
             curves.setdefault(rounding, []).append((int(step), f))
     shades = plot_style.colors(curves)
     for rounding, points in curves.items():
-        left.plot(*zip(*points, strict=True), color=shades[rounding], label=rounding)
-    left.set(
+        stall.plot(*zip(*points, strict=True), color=shades[rounding], label=rounding)
+    stall.set(
         yscale="log",
         xlabel="step",
         ylabel="f",
@@ -234,7 +234,7 @@ def draw_qsdp(results: Results, path: Path) -> None:
     for name in names:
         rounding, _, kind = name.partition(", ")
         found = [low[f"{bits} bits, {rounding}, {kind} weights"] for bits in widths]
-        middle.errorbar(
+        low_widths.errorbar(
             widths,
             [point.ours for point in found],
             [point.half or 0.0 for point in found],
@@ -244,21 +244,21 @@ def draw_qsdp(results: Results, path: Path) -> None:
             capsize=3,
             label=f"{rounding}, {kind} weights",
         )
-    middle.set(
+    low_widths.set(
         yscale="log",
         xlabel="bits of the weights",
         ylabel="loss above full precision, %",
         title="Q3: learned levels help the decoded weights",
     )
-    middle.set_xticks(widths)
-    plot_style.plain_ticks(middle.yaxis)
+    low_widths.set_xticks(widths)
+    plot_style.plain_ticks(low_widths.yaxis)
     speeds: dict[str, Point] = {}
     for claim_id in ("Q6", "Q7"):
         for label, point in points_of(by_id[claim_id], results).items():
             if "50 Mbit/s" not in label:  # near those of 10 Mbit/s
                 speeds[f"{claim_id}, {label}"] = point
-    _dots(right, speeds, "speed-up", "Q6, Q7: speed-ups")
-    for axes in (left, middle, right):
+    _dots(speed_ups, speeds, "speed-up", "Q6, Q7: speed-ups")
+    for axes in (stall, low_widths, speed_ups):
         plot_style.finish(axes)
     figure.suptitle("QSDP: figures of the paper beside ours")
     plot_style.save(figure, path)
@@ -271,23 +271,25 @@ def draw_sdp4bit(results: Results, path: Path) -> None:
     """Draw losses and speed-ups of SDP4Bit, the paper's beside ours."""
     from ds_quant.tools import plot_style
 
-    figure, (left, right) = plot_style.pyplot().subplots(1, 2, figsize=(16, 7))
+    figure, (loss, speed_ups) = plot_style.pyplot().subplots(2, 1, figsize=(7, 14))
     by_id = {claim.id: claim for claim in CLAIMS}
     losses: dict[str, Point] = {}
     for claim_id in ("S1", "S2"):
         for label, point in points_of(by_id[claim_id], results).items():
             losses[f"{claim_id}, {label.replace('`', '')}"] = point
-    _dots(left, losses, "loss above the baseline, %", "S1, S2: what a scheme costs in loss")
-    left.set_xscale("symlog", linthresh=0.1)
-    left.set_xlim(-0.3, 20)
-    left.set_xticks([-0.05, 0, 0.05, 0.1, 1, 10], ["-0.05", "0", "0.05", "0.1", "1", "10"])
+    _dots(loss, losses, "loss above the baseline, %", "S1, S2: what a scheme costs in loss")
+    loss.set_xscale("symlog", linthresh=0.1)
+    loss.set_xlim(-0.3, 20)
+    loss.set_xticks([-0.05, 0, 0.05, 0.1, 1, 10], ["-0.05", "0", "0.05", "0.1", "1", "10"])
     speeds: dict[str, Point] = {}
     for claim_id in ("S5", "S6", "S7"):
         for label, point in points_of(by_id[claim_id], results).items():
             if point.theirs is not None:
                 speeds[f"{claim_id}, {label}"] = point
-    _dots(right, speeds, "speed-up", "S5 to S7: by bytes; S5, S7 with one link rate per cluster")
-    for axes in (left, right):
+    _dots(
+        speed_ups, speeds, "speed-up", "S5 to S7: by bytes; S5, S7 with one link rate per cluster"
+    )
+    for axes in (loss, speed_ups):
         plot_style.finish(axes)
     figure.suptitle("SDP4Bit: figures of the paper beside ours")
     plot_style.save(figure, path)

@@ -153,6 +153,17 @@ def stage_name(stage: int) -> str:
     return f"ZeRO-{stage}" if stage else "DDP"
 
 
+def title_of(stage: int, topology: str, parameters: int, rows: Sequence[dict[str, Any]]) -> str:
+    """Name the fronts of a point's schemes, its ranks and the size of its model."""
+    under_fsdp2 = [row["scheme"].startswith("fsdp2") for row in rows]
+    front = stage_name(stage)
+    if all(under_fsdp2):
+        front = "FSDP2"
+    elif any(under_fsdp2):
+        front = f"FSDP2 and {front}"
+    return f"{front}, {topology} ranks, {parameters / 1e6:.1f} M"
+
+
 def is_measured(scheme: str, stage: int, ranks: int) -> bool:
     """Return True if a scheme fits a point.
 
@@ -394,30 +405,27 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from ds_quant.config.presets import RENAMED
     from ds_quant.tools import plot_style
 
-    figure, axes = plot_style.pyplot().subplots(
-        2, len(points), figsize=(6 * len(points), 8), squeeze=False
-    )
-    for column, point in enumerate(points):
+    figure, axes = plot_style.pyplot().subplots(2 * len(points), 1, figsize=(7, 8 * len(points)))
+    for index, point in enumerate(points):
         rows = [
             row | {"scheme": RENAMED.get(row["scheme"], row["scheme"])}
             for row in point["rows"]
             if not row["scheme"].endswith(WAITING)
         ]
         shaped = [row for row in rows if row["rate"]] or rows
-        times = axes[0][column]
-        ratios = axes[1][column]
+        times, ratios = axes[2 * index : 2 * index + 2]
+        title = title_of(point["stage"], point["topology"], point["parameters"], rows)
         colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shaped))
         rates = sorted({row["rate"] for row in shaped})
         if len(rates) == 1:
             _bars(times, ratios, shaped, colors, baseline)
             link = f"{rates[0]:g} Mbit/s" if rates[0] else "not shaped"
-            times.set(title=f"{point['title']}, {link}", xlabel="seconds per step")
+            times.set(title=f"{title}, {link}", xlabel="seconds per step")
             ratios.set(xlabel="speed-up (whisker: spread, dotted: bytes allow)")
             continue
         for scheme, color in colors.items():
             rows_of_scheme = [row for row in shaped if row["scheme"] == scheme]
             _curves(times, ratios, rows_of_scheme, color, baseline)
-        title = point["title"]
         ours = [row for row in shaped if row["scheme"] not in RIVALS]
         if ours:
             best = max(ours, key=itemgetter("speedup"))
@@ -430,7 +438,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         )
         for each in (times, ratios):
             plot_style.plain_ticks(each.xaxis, rates)
-            plot_style.finish(each)
+        plot_style.finish(times)  # one legend for both
         plot_style.plain_ticks(times.yaxis)
     plot_style.save(figure, path)
 
@@ -465,14 +473,24 @@ def _bars(
             ratios.plot([bound, bound], [index - 0.4, index + 0.4], ":", color="0.2")
 
 
+_STROKES = {"fsdp2": "--", "fsdp2_hsdp": "-.", "ddp": "-."}  # fronts beside DeepSpeed
+
+
 def _curves(
     times: Any, ratios: Any, rows: Sequence[dict[str, Any]], color: str, baseline: str
 ) -> None:
     """Draw one scheme in both panels."""
     scheme = rows[0]["scheme"]
     rates = [row["rate"] for row in rows]
-    times.plot(rates, [row["seconds"] for row in rows], marker="o", label=scheme, color=color)
-    ratios.plot(rates, [row["speedup"] for row in rows], marker="o", label=scheme, color=color)
+    for axes, key in ((times, "seconds"), (ratios, "speedup")):
+        axes.plot(
+            rates,
+            [row[key] for row in rows],
+            marker="o",
+            linestyle=_STROKES.get(scheme.partition(":")[0], "-"),
+            label=scheme,
+            color=color,
+        )
     low = [row["speedup_min"] for row in rows]
     high = [row["speedup_max"] for row in rows]
     ratios.fill_between(rates, low, high, color=color, alpha=0.15, linewidth=0)
@@ -589,7 +607,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{stage_name(stage)}, {topology}: {args.out}/zero{stage}_{topology}/log.txt")
             result = run_point(stage, topology, args)
             rows = summary(result, max_foreign=args.max_foreign, baseline=args.baseline)
-            title = f"{stage_name(stage)}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
+            title = title_of(stage, topology, result["parameters"], rows)
             report.show(*cells(rows, args.baseline), title)
             point = {
                 "title": title,

@@ -1,5 +1,6 @@
-"""Quantized ZeRO communication for DeepSpeed, switched on by a ``"quantized_comm"`` block.
+"""Weights and gradients in 3 to 8 bits on the network: DeepSpeed ZeRO, FSDP2 and DDP.
 
+A ``"quantized_comm"`` block in the DeepSpeed config, or a call of ``attach``, switches it on.
 Importing this package is cheap: it loads the standard library only, and leaves a hook that installs
 the plugin when ``deepspeed.runtime.engine`` is imported. The public names load at first use.
 """
@@ -11,7 +12,7 @@ from typing import Any
 
 from ds_quant import _autoload
 
-__version__ = "0.2.0"
+__version__ = "1.0.0rc1"
 
 _MODULE_OF = {
     "CastCodec": "ds_quant.codec.codec",

@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 fsdp2.py
 
 import data
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
@@ -22,9 +22,10 @@ def main():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     model = data.model().to(device)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=bf16)
+    fully_shard(model, mp_policy=bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     fsdp2.attach(model, {"scheme": "qsdp"}, optimizer=optimizer)
 
@@ -39,8 +40,11 @@ def main():
         if rank == 0 and (step + 1) % 5 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
     if rank == 0:
-        for role, hops in ds_quant.report(model)["received_bytes"].items():
-            print(f"{role} received_bytes: {sum(hops.values()):.3g}", flush=True)
+        report = ds_quant.report(model)
+        for role, hops in report["received_bytes"].items():
+            received = sum(hops.values()) / 1e6
+            full_precision = received + sum(report["saved_bytes"][role].values()) / 1e6
+            print(f"{role}: received {received:.1f} MB instead of {full_precision:.1f}", flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -63,8 +63,8 @@ def read(source: str) -> object:
         similar = did_you_mean(source, preset_names())
         hint = "" if similar is None else f'did you mean "{similar}"? '
         raise ConfigError(
-            f'{show(source)}: {reason}: {hint}allowed: a block such as {{"scheme": "qsdp"}}, the '
-            "path of a file that holds one, or the name of a preset"
+            f'{show(source)}: {reason}: {hint}allowed: a block such as {{"scheme": "autotune"}}, '
+            "the path of a file that holds one, or the name of a preset"
         ) from None
     if isinstance(block, dict) and KEY in block:
         return block[KEY]

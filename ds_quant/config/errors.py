@@ -101,7 +101,7 @@ def not_an_object(block: object, schemes: Sequence[str]) -> str:
         scheme = did_you_mean(block, schemes)
         if scheme is not None:
             hint = f'did you mean {{"scheme": "{scheme}"}}? '
-    return f'{KEY}={show(block)}: {hint}allowed: an object such as {{"scheme": "qsdp"}}'
+    return f'{KEY}={show(block)}: {hint}allowed: an object such as {{"scheme": "autotune"}}'
 
 
 def auto_values(value: object, location: Location = ()) -> list[str]:

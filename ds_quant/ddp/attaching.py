@@ -137,7 +137,7 @@ def _begin(front: AttachedModel, ddp: DistributedDataParallel, optimizer: Any) -
     if optimizer is not None:
         front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
     front.connect()
-    announce(run, front.line)
+    announce(run, front.line_parts())
 
 
 def _work(parameters: Mapping[str, torch.Tensor]) -> Work:

@@ -22,7 +22,6 @@ from ds_quant.ddp.gradients import RUN_NUMEL, BucketReduction
 from ds_quant.ddp.hook import Hook
 from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
-from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import FLOATS, Scheme
 from ds_quant.runtime.copies import differing_ranks, replicas_differ
@@ -32,7 +31,7 @@ from ds_quant.runtime.front import Workload, saved_step
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
-from ds_quant.runtime.start_line import LineParts, start_line
+from ds_quant.runtime.start_line import LineParts, full_line
 from ds_quant.runtime.telemetry import StepTelemetry
 from ds_quant.runtime.warmup import MessageKinds
 
@@ -344,22 +343,24 @@ class AttachedModel:
 
     @property
     def line(self) -> str:
-        """The start-up line."""
-        volume = self.run.comm_volume()
-        return start_line(self.run, volume, self._line_parts(volume))
+        """What the start-up lines say, and all that they leave out, in one line."""
+        return full_line(self.run, self.line_parts())
 
-    def _line_parts(self, volume: ModelVolume) -> LineParts:
-        """Return the part of the start-up line that DDP knows."""
+    def line_parts(self) -> LineParts:
+        """Return the part of the start-up lines that DDP knows."""
+        volume = self.run.comm_volume()
         names = [CAST_NAMES.get(d, str(d).removeprefix("torch.")) for d in self._dtypes]
         nbytes = sum(2 * param.tensor.nbytes for param in self.run.params)  # of an all-reduce
         reasons: list[str] = []
         if self.run.scheme.gradients is None and self.run.topology.world > 1:
             reasons.append(
-                f'scheme "{self.run.scheme.name}" quantizes nothing under DDP: take "eden4"'
+                f'advice: scheme "{self.run.scheme.name}" quantizes nothing under DDP: take "eden4"'
             )
         return LineParts(
             layout="DDP",
-            stock=f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}",
+            volume=volume,
+            stock_bytes=nbytes / max(1, volume.numel),
+            stock_dtypes=" + ".join(names),
             micro_steps=1,
             period="step",
             kept_bytes=0.0,

@@ -391,4 +391,4 @@ def _announce(front: AttachedModel) -> None:
             f"this model belongs to {len(ranks)} of {dist.get_world_size()} ranks, from rank "
             f"{ranks[0]} on; other ranks train models of their own"
         )
-    announce(front.run, front.line)
+    announce(front.run, front.line_parts())

@@ -41,7 +41,7 @@ from ds_quant.runtime.figures import figures
 from ds_quant.runtime.front import Workload, saved_step
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
-from ds_quant.runtime.start_line import start_line
+from ds_quant.runtime.start_line import LineParts, full_line
 from ds_quant.runtime.telemetry import StepTelemetry
 from ds_quant.runtime.warmup import MessageKinds
 from ds_quant.runtime.written_weights import UnequalSteps
@@ -475,10 +475,13 @@ class AttachedModel:
 
     @property
     def line(self) -> str:
-        """The start-up line."""
+        """What the start-up lines say, and all that they leave out, in one line."""
+        return full_line(self.run, self.line_parts())
+
+    def line_parts(self) -> LineParts:
+        """Return the part of the start-up lines that FSDP2 knows."""
         volume = self.run.comm_volume()
-        parts = line_parts_of(self.run, self._modules, volume, kept_bytes=self._kept_bytes)
-        return start_line(self.run, volume, parts)
+        return line_parts_of(self.run, self._modules, volume, kept_bytes=self._kept_bytes)
 
     @property
     def _kept_bytes(self) -> int:

@@ -27,8 +27,7 @@ def _reason(routes: Routes, modules: Sequence[ShardedModule]) -> str:
     full = [dtype for dtype in dtypes if routes.weights(dtype=dtype).is_full_precision]
     if full and routes.nodes == 1:
         return (
-            "weights are sent in full precision: this scheme compresses them between nodes only, "
-            'and there is one node; use scheme "qsdp"'
+            f'advice: {scheme.name} compresses weights between nodes only; on one node take "qsdp"'
         )
     if scheme.lossless and not all(map(scheme.sends_lossless, dtypes)):
         return (

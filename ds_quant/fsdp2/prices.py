@@ -1,4 +1,4 @@
-"""The sizes and prices of a model under FSDP2, as a run and its start-up line ask for them."""
+"""The sizes and prices of a model under FSDP2, as a run and its start-up lines ask for them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def message_kinds_of(run: Run, modules: Sequence[ShardedModule]) -> MessageKinds
 def line_parts_of(
     run: Run, modules: Sequence[ShardedModule], volume: ModelVolume, *, kept_bytes: int
 ) -> LineParts:
-    """Return the part of the start-up line that FSDP2 knows."""
+    """Return the part of the start-up lines that FSDP2 knows."""
     has_replicas = any(level.replicas > 1 for level in run.levels)
     gradients = ""
     if any(sharded.defers_inter_node for sharded in modules):
@@ -88,10 +88,13 @@ def line_parts_of(
     if has_replicas:
         is_exact = all(level.routes.weights().is_full_precision for level in run.levels)
         weights = "weights stay in the node" + (", exact" if is_exact else "")
+    stock_bytes, stock_dtypes = _alone(modules, volume)
     return LineParts(
-        layout="FSDP2 with replicas" if has_replicas else "FSDP2",
+        layout="FSDP2",
         between="replicas of" if has_replicas else "x",
-        stock=_alone(modules, volume),
+        volume=volume,
+        stock_bytes=stock_bytes,
+        stock_dtypes=stock_dtypes,
         weights=weights,
         gradients=gradients,
         kept_bytes=kept_bytes,
@@ -120,8 +123,8 @@ def _param_specs(modules: Sequence[ShardedModule]) -> list[ParamSpec]:
     ]
 
 
-def _alone(modules: Sequence[ShardedModule], volume: ModelVolume) -> str:
-    """Describe the volume of FSDP2 without the block, as "bf16 6.00" or "bf16 + fp32 8.00".
+def _alone(modules: Sequence[ShardedModule], volume: ModelVolume) -> tuple[float, str]:
+    """Return the volume of FSDP2 without the block, and its dtypes as "bf16" or "bf16 + fp32".
 
     Weights are gathered in one dtype, gradients reduced in another. With replicas an all-reduce of
     gradients is all that crosses between the nodes.
@@ -139,4 +142,4 @@ def _alone(modules: Sequence[ShardedModule], volume: ModelVolume) -> str:
                 passes = 2 if has_replicas else 1
                 nbytes += passes * numel * sharded.gradient_dtype.itemsize
                 names[CAST_NAMES.get(sharded.gradient_dtype, "fp64")] = None
-    return f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}"
+    return nbytes / max(1, volume.numel), " + ".join(names)

@@ -8,13 +8,17 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.policy.cost import LOSSLESS_BITS
 from ds_quant.policy.route import Route, Routes
 
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _ALIKE = 0.05  # share by which bytes may differ and still count as equal
-_FULL_PRECISION = "full precision"
+UNCOMPRESSED = "NOT compressed"
+NOTHING = "nothing is quantized"
 
 
 def saving(stock_bytes: float, sent_bytes: float, *, nodes: int) -> str:
     """Compare the bytes of a step with those of a run without the block."""
     where = "between nodes" if nodes > 1 else "between GPUs"
+    if not sent_bytes:
+        return f"no bytes {where}"
     ratio = stock_bytes / sent_bytes
     if abs(ratio - 1) < _ALIKE:
         return f"as many bytes {where} as without it"
@@ -30,21 +34,33 @@ def formats(routes: Routes, dtype: torch.dtype) -> str:
     """
     weights = _format(routes.weights(dtype=dtype))
     gradients = _format(routes.gradients())
-    if weights != gradients:
-        return f"weights in {weights}, gradients in {gradients}"
-    if weights == _FULL_PRECISION:
-        return "nothing is quantized"
-    return f"weights and gradients in {weights}"
+    if weights == gradients == UNCOMPRESSED:
+        return NOTHING
+    if not routes.sends_weights:
+        return f"gradients {gradients}"
+    if routes.replicas:
+        return f"weights stay in the node, gradients {gradients}"
+    if weights == gradients:
+        return f"weights and gradients {weights}"
+    return f"weights {weights}, gradients {gradients}"
+
+
+def amount(nbytes: float) -> str:
+    """Return bytes with their unit, as "1.7 GB" or "13 MB"."""
+    unit, size = next((u, s) for u, s in _UNITS if nbytes >= s or u == "kB")
+    value = nbytes / size
+    digits = 0 if value >= 10 else 1
+    return f"{value:.{digits}f} {unit}"
 
 
 def _format(route: Route) -> str:
     """Name the format of a collective, on its hop between nodes if it has one."""
     hops = [hop for hop in route.hops if hop.level != "intra"] or list(route.hops)
     if not hops or hops[0].is_full_precision:
-        return _FULL_PRECISION
+        return UNCOMPRESSED
     if hops[0].lossless:
-        return f"about {LOSSLESS_BITS:.1f} bits without loss"
+        return f"in about {LOSSLESS_BITS:.1f} bits without loss"
     codec = hops[0].codec
     if isinstance(codec, GroupCodec):
-        return f"{codec.bits} bits"
-    return "a format of your own"
+        return f"in {codec.bits} bits"
+    return "in a format of your own"

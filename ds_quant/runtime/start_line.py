@@ -1,7 +1,13 @@
-"""The start-up line: scheme, bytes beside those without it, tensors in full precision, memory."""
+"""The start-up lines, and the long line of ``ds_quant.report`` that leaves nothing out.
+
+Logged are at most three lines that need no glossary; advice and notices follow, a line each. The
+long line names all bytes, tensors in full precision and memory.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,30 +17,37 @@ from ds_quant.config.errors import did_you_mean
 from ds_quant.config.presets import preset_groups
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch
-from ds_quant.policy import choosing
+from ds_quant.policy import choosing, in_words
 from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.scheme import Scheme, matches
 from ds_quant.runtime.run import Run
 
 GB = 1e9
 _LESS = 0.9  # share of the bytes below which another scheme is advised
+_NOTABLE = 0.05  # share of the bytes from which tensors in full precision are named
+_LINES, _COLUMNS, _INDENT = 3, 100, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineParts:
-    """The part of the line that a front knows.
+    """The part of the lines that a front knows.
 
-    layout: such as "ZeRO-3". stock: bytes per parameter without the block, such as "bf16 6.00".
+    layout: such as "ZeRO-3".
+    volume: of the run.
+    stock_bytes: per parameter without the block. stock_dtypes: in which they are sent, as "bf16".
     micro_steps: of the period that bytes are counted of. period: its name.
     kept_bytes: that the scheme keeps on this rank. kept_where: " in host memory", or "".
     between: stands between the number of nodes and that of their ranks.
     fetches, weights, gradients: clauses about these, or "". gradients: how they are kept until the
         last micro-step.
-    reasons: clauses that say why something stays in full precision.
+    accumulates: True if gradients are kept so in every step, False if the user declares it later.
+    reasons: sentences that say why something stays in full precision.
     """
 
     layout: str
-    stock: str
+    volume: ModelVolume
+    stock_bytes: float
+    stock_dtypes: str
     micro_steps: int
     period: str
     kept_bytes: float
@@ -43,21 +56,144 @@ class LineParts:
     fetches: str = ""
     weights: str = ""
     gradients: str = ""
+    accumulates: bool = False
     reasons: Sequence[str] = ()
 
 
-def announce(run: Run, line: str) -> None:
-    """Log the start-up line and its warnings on the first rank of the run."""
+def announce(run: Run, front: LineParts) -> None:
+    """Log the start-up lines and warnings on the first rank of the run."""
     _warn_of_unmatched(run)
-    run.info(f"quantized_comm: {line}")
+    run.info(summary(run, front))
+    for sentence in _sentences(run, front):
+        run.info(f"quantized_comm: {sentence}")
 
 
-def start_line(run: Run, volume: ModelVolume, front: LineParts) -> str:
+# ---- the start-up lines ----
+
+
+def summary(run: Run, front: LineParts) -> str:
+    """Describe a run in at most three lines of 100 columns."""
+    block = run.scheme.block
+    head = f"quantized_comm: {run.scheme.name} on {front.layout}, {_places(run)}"
+    facts: list[str] = []
+    if run.topology.world > 1:
+        ratio, both = _ratio_and_bytes(run, front)
+        formats = in_words.formats(front.volume.routes, _weights_dtype(run))
+        facts += [f"{head}: {ratio}", f"({both}); {formats};"]
+    else:
+        facts.append(f"{head};")
+    if block.warmup_steps:
+        facts.append(f"from step {block.warmup_steps} on;")
+    if run.topology.world > 1:
+        facts.append(f"{_memory_in_short(run, front)};")
+    kernels, _, _ = dispatch.describe(run.device, block.backend).partition(" (")
+    facts += [f"{kernels};", "all of it: ds_quant.report()"]
+    return "\n  ".join(_lines_of(facts))
+
+
+def _lines_of(facts: Sequence[str]) -> list[str]:
+    """Break the lines between facts, else between words; leave out the last facts if need be."""
+    lines = _filled(facts)
+    kept = list(facts)
+    while not _fit(lines):
+        lines = _filled(re.split(r"(?<!\d) ", " ".join(kept)))  # numbers stay with their units
+        kept.pop()
+    return lines
+
+
+def _fit(lines: Sequence[str]) -> bool:
+    widest = max(len(lines[0]), *(_INDENT + len(line) for line in lines[1:]))
+    return len(lines) <= _LINES and widest <= _COLUMNS
+
+
+def _filled(pieces: Sequence[str]) -> list[str]:
+    """Fill lines with pieces that are not broken. All but the first line are indented by two."""
+    lines: list[str] = []
+    for piece in pieces:
+        indent = _INDENT if len(lines) > 1 else 0
+        if lines and indent + len(f"{lines[-1]} {piece}") <= _COLUMNS:
+            lines[-1] += f" {piece}"
+        else:
+            lines.append(piece)
+    return lines
+
+
+def saving(run: Run, front: LineParts) -> str:
+    """Compare the bytes of a step with those of a run without the block."""
+    ratio, both = _ratio_and_bytes(run, front)
+    return f"{ratio} ({both})"
+
+
+def _ratio_and_bytes(run: Run, front: LineParts) -> tuple[str, str]:
+    sent_bytes = front.volume.step_bytes(run.routes.stage, micro_steps=front.micro_steps)
+    nodes = max(level.topology.nodes for level in run.levels)
+    ratio = in_words.saving(front.stock_bytes, sent_bytes, nodes=nodes)
+    figures = f"{sent_bytes:.2f} instead of {front.stock_bytes:.2f}"
+    return ratio, f"{figures} per parameter and {front.period}"
+
+
+def _places(run: Run) -> str:
+    """Name the nodes and their ranks, as "2 nodes x 8 GPUs"."""
+    nodes, node_size = run.topology.nodes, run.topology.node_size
+    rank = "CPU process" if run.device.type == "cpu" else "GPU"
+    ranks = f"{rank}{'' if node_size == 1 else 'es' if rank.endswith('s') else 's'}"
+    return f"{nodes} node{'s' if nodes > 1 else ''} x {node_size} {ranks}"
+
+
+def _weights_dtype(run: Run) -> torch.dtype:
+    """Return the dtype of most weights."""
+    numel_by_dtype: Counter[torch.dtype] = Counter()
+    for specs in run.workload.param_specs:
+        for spec in specs:
+            numel_by_dtype[spec.dtype] += torch.Size(spec.shape).numel()
+    return max(numel_by_dtype, key=lambda dtype: numel_by_dtype[dtype], default=torch.bfloat16)
+
+
+def _memory_in_short(run: Run, front: LineParts) -> str:
+    """Describe the memory that the scheme takes: between steps, and in a step."""
+    volume = front.volume
+    in_step = run.peak_bytes(volume)
+    if front.accumulates:
+        in_step += volume.partial_sums * volume.numel
+    per = "process" if run.device.type == "cpu" else "GPU"
+    kept = ""
+    if front.kept_bytes:
+        kept = f"{in_words.amount(front.kept_bytes)} kept{front.kept_where} + "
+    return f"memory per {per}: {kept}{in_words.amount(in_step)} at most in a step"
+
+
+def _sentences(run: Run, front: LineParts) -> list[str]:
+    """Return warnings, advice and notices, for a line each."""
+    volume = front.volume
+    sentences: list[str] = []
+    if _names_tensors(run, volume):
+        tensors = ", ".join(_tensors_by_reason(volume))
+        share = 100 * volume.full_precision_share
+        sentences.append(f"NOT compressed: {tensors}, {share:.1f} % of the bytes")
+    _, _, why_torch = dispatch.describe(run.device, run.scheme.block.backend).partition(" (")
+    if why_torch:
+        sentences.append(f"torch kernels are slow: {why_torch.removesuffix(')')}")
+    return [*sentences, *_advice_and_notices(run, front)]
+
+
+def _names_tensors(run: Run, volume: ModelVolume) -> bool:
+    """Return True if single tensors in full precision have a notable share of the bytes."""
+    formats = in_words.formats(volume.routes, _weights_dtype(run))
+    return (
+        "NOT" not in formats
+        and in_words.NOTHING != formats
+        and volume.full_precision_share > _NOTABLE
+    )
+
+
+# ---- the long line ----
+
+
+def full_line(run: Run, front: LineParts) -> str:
     """Describe a run in one line, its notices last."""
+    volume = front.volume
     parts = [*_traffic(run, volume, front), *_memory(run, volume, front)]
     scheme = run.scheme
-    if scheme.name == "hybrid" and run.topology.nodes > 1 and not run.routes.replicas:
-        parts.append('scheme "lossless" is also exact and sends less')
     if scheme.block.warmup_steps:
         parts.append(f"from step {scheme.block.warmup_steps} on")
     if volume.varies:
@@ -65,10 +201,18 @@ def start_line(run: Run, volume: ModelVolume, front: LineParts) -> str:
         parts.append(
             f"traffic depends on the learning rate: volume {most:.2f} B/param/step at most"
         )
-    parts += front.reasons
-    parts += _advised(volume, run.comm_volume, micro_steps=run.workload.micro_steps)
-    parts += run.notices
-    return "; ".join(parts)
+    return "; ".join([*parts, *_advice_and_notices(run, front)])
+
+
+def _advice_and_notices(run: Run, front: LineParts) -> list[str]:
+    """Return a sentence each."""
+    sentences: list[str] = []
+    if run.scheme.name == "hybrid" and run.topology.nodes > 1 and not run.routes.replicas:
+        sentences.append('advice: scheme "lossless" is also exact and sends less')
+    sentences += front.reasons
+    sentences += _advised(front.volume, run.comm_volume, micro_steps=run.workload.micro_steps)
+    sentences += run.notices
+    return sentences
 
 
 def _traffic(run: Run, volume: ModelVolume, front: LineParts) -> list[str]:
@@ -79,7 +223,7 @@ def _traffic(run: Run, volume: ModelVolume, front: LineParts) -> list[str]:
     between = " between nodes" if inner else ""
     parts = [
         f"{run.scheme.name} on {front.layout}, volume {outer:.2f} B/param/{front.period}{between} "
-        f"({front.stock}), {_unquantized(volume)}",
+        f"({front.stock_dtypes} {front.stock_bytes:.2f}), {_unquantized(volume)}",
         *_ranks(run, volume, front),
         dispatch.describe(run.device, run.scheme.block.backend),
     ]
@@ -146,26 +290,33 @@ def _warn_of_unmatched(run: Run) -> None:
             )
 
 
-def _unquantized(comm_volume: ModelVolume) -> str:
+def _unquantized(volume: ModelVolume) -> str:
     """Name the tensors that are sent in full precision, and their share of the bytes."""
-    routes, scheme = comm_volume.routes, comm_volume.routes.scheme
+    routes, scheme = volume.routes, volume.routes.scheme
     quantizes_weights = routes.sends_weights and (scheme.weights is not None or scheme.lossless)
     if not quantizes_weights and scheme.gradients is None:
         return "nothing quantized"
-    tensors_by_reason = dict(comm_volume.kept)
-    small = tensors_by_reason.pop("1-D", 0) + tensors_by_reason.pop("small", 0)
     parts: list[str] = []
-    if routes.sends_weights and (weights_stay(comm_volume) or not quantizes_weights):
+    if routes.sends_weights and (weights_stay(volume) or not quantizes_weights):
         parts.append("all weights")
     if scheme.gradients is None:
         parts.append("all gradients")
+    parts += _tensors_by_reason(volume)
+    if not parts:
+        return "all tensors quantized"
+    share = f"{100 * volume.full_precision_share:.1f} % of bytes"
+    return f"{', '.join(parts)} unquantized ({share})"
+
+
+def _tensors_by_reason(volume: ModelVolume) -> list[str]:
+    """Count the tensors that a scheme leaves in full precision, such as "2 small tensors"."""
+    tensors_by_reason = dict(volume.kept)
+    small = tensors_by_reason.pop("1-D", 0) + tensors_by_reason.pop("small", 0)
+    parts: list[str] = []
     if small:
         parts.append(f"{small} small tensor{'s' if small > 1 else ''}")
     parts += [f"{count} {reason}" for reason, count in sorted(tensors_by_reason.items())]
-    if not parts:
-        return "all tensors quantized"
-    share = f"{100 * comm_volume.full_precision_share:.1f} % of bytes"
-    return f"{', '.join(parts)} unquantized ({share})"
+    return parts
 
 
 def weights_stay(comm_volume: ModelVolume) -> bool:
@@ -197,7 +348,7 @@ def _advised(
         return []
     keeps = ""
     if other.memory > own.memory:
-        keeps = f", and keeps {other.memory:.2f} more"
+        keeps = f" and keeps {other.memory:.2f} in memory"
     return [
-        f'advised here: scheme "{best}", with a volume of {other_bytes:.2f} B/param/step{keeps}'
+        f'advice: scheme "{best}" sends {other_bytes:.2f} bytes per parameter and step here{keeps}'
     ]

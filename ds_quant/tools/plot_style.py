@@ -32,7 +32,7 @@ def shade(color: str, amount: float) -> str:
 # A hue per family, and a shade per scheme of it: the fewer bits, the darker. "." skips a shade.
 _FAMILIES = {
     "#666666": "deepspeed_plain hybrid full_precision deepspeed_hpz",
-    "#8c8cb4": ". fsdp2_hsdp",
+    "#8c8cb4": "fsdp2 fsdp2_hsdp ddp_bf16 ddp",
     PALETTE[0]: "qsdp_shard qsdp qsdp_w4g4",
     PALETTE[1]: "sdp4bit_paper sdp4bit",
     PALETTE[2]: ". zeropp",
@@ -41,6 +41,7 @@ _FAMILIES = {
     PALETTE[5]: ". qwd qw4",
     PALETTE[6]: "tlq tlq_hs ulq",
 }
+_FRONTS = ("fsdp2", "fsdp2_hsdp", "ddp")
 _SHADES = (0.35, 0.0, -0.35, -0.6)
 COLORS = {
     scheme: shade(hue, amount)
@@ -82,7 +83,8 @@ def colors(names: Iterable[str]) -> dict[str, str]:
     """Return one colour per name.
 
     A scheme has the same colour in every plot, and a lighter one with settings
-    (``qsdp:weights.bits=6``). Other names take unused colours.
+    (``qsdp:weights.bits=6``) or under another front (``fsdp2:qsdp``). Other names take unused
+    colours.
     """
     wanted = list(names)
     chosen = {name: COLORS[name] for name in wanted if name in COLORS}
@@ -90,12 +92,20 @@ def colors(names: Iterable[str]) -> dict[str, str]:
     for name in wanted:
         if name in chosen:
             continue
-        scheme = name.partition(":")[0]
+        scheme = _scheme_of(name)
         color = COLORS[scheme] if scheme in COLORS else next(palette)
         while color in chosen.values():
             color = shade(color, 0.25)
         chosen[name] = color
     return chosen
+
+
+def _scheme_of(name: str) -> str:
+    """Return the scheme of a name such as "qsdp:weights.bits=6", "fsdp2:qsdp" or "ddp:qsdp"."""
+    first, *others = name.split(":")
+    if first in _FRONTS and others and others[0] in COLORS:
+        return others[0]
+    return first
 
 
 def finish(axes: Any) -> None:
@@ -126,10 +136,13 @@ def wrapped(name: str) -> str:
     return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write the figure in the format of the file's name, and free it."""
+def save(figure: Any, path: Path, *, dpi: float | None = None) -> None:
+    """Write the figure in the format of the file's name, and free it.
+
+    dpi: by default that of the style.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(path)
+        figure.savefig(path, dpi=dpi)
     finally:
         pyplot().close(figure)

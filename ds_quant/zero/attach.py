@@ -22,7 +22,7 @@ from ds_quant.runtime.copies import WeightCache, compare_copies
 from ds_quant.runtime.fallback import Fallback, kill_file
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
-from ds_quant.runtime.start_line import announce
+from ds_quant.runtime.start_line import announce, saving
 from ds_quant.runtime.telemetry import unwritable
 from ds_quant.runtime.tuning import tuned
 from ds_quant.runtime.warmup import warm_up
@@ -49,7 +49,7 @@ from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.shard_gradients import ShardReduction
-from ds_quant.zero.startup_line import line_of
+from ds_quant.zero.startup_line import line_parts_of
 from ds_quant.zero.telemetry import Telemetry, is_read
 
 # ---- autotune ----
@@ -119,7 +119,7 @@ def attach(engine: Engine, optimizer: Any) -> None:
     if device.type == "cuda" and world > 1:
         run.notices += advice(engine)
         warm_up(run, attached.message_kinds())
-    announce(run, line_of(front))
+    announce(run, line_parts_of(front))
 
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
@@ -226,7 +226,7 @@ def _connect(attached: AttachedEngine, config: QuantizedCommConfig, *, trains: b
         if fallback is not None:  # may refresh weights that a skipped step left behind
             events.after_step.append(fallback.after_step)
         if front.gather_count is not None and world > 1:
-            front.gather_count.count(events, partial(line_of, front))
+            front.gather_count.count(events, lambda: saving(run, line_parts_of(front)))
         if is_read(front.engine, config.metrics) and world > 1:
             telemetry = Telemetry(front.engine, run, config.metrics)
             events.after_count.append(telemetry.after_step)
@@ -573,7 +573,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         killed: True while a kill file exists.
         levels: of every set of ranks that shares parameters, its ranks, nodes, node_size, replicas,
             params and received_bytes. Under DeepSpeed one of all ranks, under FSDP2 one per mesh.
-        line: the start-up line.
+        line: what the start-up lines say, and all that they leave out.
     """
     attached = _attached(engine, "report")
     return None if attached is None else attached.figures()

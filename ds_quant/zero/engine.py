@@ -8,6 +8,7 @@ from typing import Any
 from ds_quant.runtime.copies import WeightCache
 from ds_quant.runtime.figures import figures
 from ds_quant.runtime.run import Run
+from ds_quant.runtime.start_line import full_line
 from ds_quant.runtime.warmup import MessageKinds
 from ds_quant.zero import hooks
 from ds_quant.zero.fetch import Fetch
@@ -15,7 +16,7 @@ from ds_quant.zero.front import EngineFront
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.startup_line import line_of
+from ds_quant.zero.startup_line import line_parts_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,5 +94,5 @@ class AttachedEngine:
                 held_bytes=0 if sums is None else sums.most_nbytes,
                 accumulates=hooks.accumulates(engine),
             ),
-            "line": line_of(front),
+            "line": full_line(front.run, line_parts_of(front)),
         }

@@ -59,10 +59,10 @@ class GatherCount:
         self._undisturbed = 0  # micro-steps before this optimizer step
         self._is_disturbed = False
 
-    def count(self, events: Hooks, start_line: Callable[[], str]) -> None:
+    def count(self, events: Hooks, saving: Callable[[], str]) -> None:
         """Count until an optimizer step in a steady state gives the number.
 
-        start_line: returns the start-up line, which is logged again if the prediction was wrong.
+        saving: compares the bytes of a step, and is logged again if the prediction was wrong.
         """
         module = self._engine.module
         numel, _ = sharded_params.elements(module)
@@ -81,8 +81,7 @@ class GatherCount:
             if abs(self.gathers - predicted) > _TOLERANCE * predicted:
                 log.log_rank0(
                     f"quantized_comm: weights are fetched {self.gathers:.3g} times per "
-                    f"micro-batch, not {predicted:.3g} as predicted; corrected start-up line: "
-                    f"{start_line()}"
+                    f"micro-batch, not {predicted:.3g} as predicted: {saving()}"
                 )
 
         self.is_counting = True

@@ -1,22 +1,18 @@
-"""The part of the start-up line that DeepSpeed knows."""
+"""The part of the start-up lines that DeepSpeed knows."""
 
 from __future__ import annotations
 
 from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.policy.cost import stock_bytes
 from ds_quant.policy.model_volume import ModelVolume
-from ds_quant.runtime.start_line import LineParts, start_line, weights_stay
+from ds_quant.runtime.start_line import LineParts, weights_stay
 from ds_quant.zero import hooks, offload
 from ds_quant.zero.front import EngineFront
 
 
-def line_of(front: EngineFront) -> str:
-    """Return the start-up line of an engine."""
+def line_parts_of(front: EngineFront) -> LineParts:
+    """Return the part of the start-up lines that DeepSpeed knows of an engine."""
     volume = front.run.comm_volume()
-    return start_line(front.run, volume, _parts(front, volume))
-
-
-def _parts(front: EngineFront, volume: ModelVolume) -> LineParts:
     crosses_once = volume.crosses_once and hooks.accumulates(front.engine)
     micro_steps, period = _period(front, volume, crosses_once)
     dtype = front.engine.communication_data_type
@@ -36,13 +32,16 @@ def _parts(front: EngineFront, volume: ModelVolume) -> LineParts:
         gradients = "gradients are sent between nodes once per optimizer step"
     return LineParts(
         layout=f"ZeRO-{front.stage}",
-        stock=f"{CAST_NAMES.get(dtype, 'fp32')} {of_stock + volume.boundary:.2f}",
+        volume=volume,
+        stock_bytes=of_stock + volume.boundary,
+        stock_dtypes=CAST_NAMES.get(dtype, "fp32"),
         micro_steps=micro_steps,
         period=period,
         kept_bytes=volume.memory * volume.numel,
         kept_where=" in host memory" if offload.offloads_parameters(front.engine) else "",
         fetches=fetches,
         gradients=gradients,
+        accumulates=crosses_once,
         reasons=_why_weights_stay(front, volume),
     )
 
@@ -66,12 +65,9 @@ def _why_weights_stay(front: EngineFront, volume: ModelVolume) -> list[str]:
     if not weights_stay(volume):
         return []
     scheme = front.run.scheme
-    way_out = 'set weights.intra, such as {"bits": 8}, or use scheme "qsdp"'
+    way_out = 'take "qsdp", or set weights.intra, such as {"bits": 8}'
     if scheme.lossless:
-        way_out = "use zero_optimization.stage 2, where they are compressed on one node too"
+        way_out = "take zero_optimization.stage 2, where they are compressed on one node too"
     if scheme.gradients is None:
-        return [f"nothing to gain on one node: remove the block, or {way_out}"]
-    return [
-        "weights are sent in full precision: this scheme compresses them between nodes only, and "
-        f"there is one node; {way_out}"
-    ]
+        return [f"advice: nothing to gain on one node: remove the block, or {way_out}"]
+    return [f"advice: {scheme.name} compresses weights between nodes only; on one node {way_out}"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_quant
-from ds_quant import fsdp2
+from ds_quant import ddp, fsdp2
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.models import engine_of, train_steps
 from tests.distributed.test_fsdp2_between_steps import rows, sgd, sharded
@@ -145,3 +150,32 @@ def test_a_real_run_measures_decides_and_trains() -> None:
         assert not any(links.values()), "what the probe sends is not training"
     train_steps(engine, 1)
     assert ds_quant.report(engine)["steps"] == 1
+
+
+# ---- the first block of README, wherever a reader has it ----
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+(FIRST_BLOCK,) = re.findall(r"^\+ +\"quantized_comm\": (.*),$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("node_size", [1, 2])
+@on_ranks()
+def test_the_first_block_of_readme_starts_everywhere(world: int, node_size: int) -> None:
+    """On one rank, on two of one node, and on two nodes of one rank."""
+    block = {**json.loads(FIRST_BLOCK), "node_size": min(world, node_size)}
+    for stage in (1, 2, 3):
+        engine = engine_of(stage, block)
+        train_steps(engine, 1)
+        assert ds_quant.report(engine)["steps"] == 1
+        engine.destroy()
+    model = sharded()
+    optimizer = sgd(model)
+    fsdp2.attach(model, block, optimizer=optimizer)
+    model(rows(0)).sum().backward()
+    optimizer.step()
+    assert ds_quant.report(model)["steps"] == 1
+    replicated = DistributedDataParallel(nn.Linear(64, 64))
+    ddp.attach(replicated, block)
+    replicated(torch.ones(1, 64)).sum().backward()
+    assert ds_quant.report(replicated)["steps"] == 1

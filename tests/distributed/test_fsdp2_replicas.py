@@ -535,7 +535,7 @@ def test_the_start_up_line_tells_what_replicas_send() -> None:
     model, front = train_wide_replicas(steps=0)
     volume = ds_quant.report(model)["expected_bytes_per_param"]
     assert front.line.startswith(
-        f"eden4 on FSDP2 with replicas, volume {volume:.2f} B/param/step between nodes "
+        f"eden4 on FSDP2, volume {volume:.2f} B/param/step between nodes "
         "(bf16 4.00), all weights, 2 small tensors unquantized ("
     )
     assert "; 2 replicas of 2 ranks; " in front.line

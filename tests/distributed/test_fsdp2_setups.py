@@ -476,7 +476,7 @@ def test_a_model_is_attached_once_and_a_failed_start_leaves_nothing() -> None:
     other = sharded()
     made = sgd(other)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ds_quant.fsdp2.model.start_line", lambda *_: 1 / 0)
+        patch.setattr("ds_quant.fsdp2.model.line_parts_of", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fsdp2.attach(other, "qsdp", optimizer=made)
     assert front_of(other) is None

@@ -38,7 +38,7 @@ def test_the_start_up_line_names_what_stays_and_what_it_takes() -> None:
     assert re.search(r"keeps 1\.0\d B/param \(\S+ GB\) more on every rank", front.line)
     assert re.search(r"buffering them takes 2\.\d\d B/param", front.line)
     assert re.search(r"; extra memory: up to \S+ GB", front.line)
-    assert "advised here" not in front.line
+    assert "advice: scheme" not in front.line
     train(model, optimizer, steps=2, micro_steps=3)
     report = ds_quant.report(model)
     assert report["expected_kept_bytes"] == pytest.approx(report["kept_bytes"], rel=0.06)
@@ -70,7 +70,7 @@ def test_modules_that_are_wrapped_together_are_served_once() -> None:
 def test_patterns_that_match_nothing_and_better_schemes_are_named() -> None:
     said = heard("log_rank0")
     _, _, front = attached({"scheme": "qsdp", "exclude": ["haed.*"], "node_size": 1})
-    assert "advised here" not in front.line, "one rank per node would keep a full replica"
+    assert "advice: scheme" not in front.line, "one rank per node would keep a full replica"
     if torch.distributed.get_rank() == 0:
         assert any('"haed.*" matches no parameter' in line for line in said)
     _, _, front = attached({"scheme": "full_precision"})

@@ -150,7 +150,7 @@ def test_one_rank_per_node_and_one_node_are_told() -> None:
     assert same_bits(computed_with(model), {n: w.bfloat16() for n, w in weights_of(model).items()})
     assert used(model)[0] > 0
     for changes, told in (
-        ({"node_size": 2}, 'there is one node; use scheme "qsdp"'),
+        ({"node_size": 2}, 'on one node take "qsdp"'),
         ({"allow_full_replica": True}, "lossless differences take 16 bits"),
     ):
         policy = MixedPrecisionPolicy() if "allow_full_replica" in changes else BF16

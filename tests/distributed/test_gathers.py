@@ -136,13 +136,13 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
     for first, other, kept in run(facts, 2, [again, spoilt, shard], timeout=240):
         predicted, *_, counted = first["gathers"]
         assert counted > predicted + 0.5
-        (line,) = [text for text in first["logged"] if "corrected start-up line" in text]
+        (line,) = [text for text in first["logged"] if "as predicted: " in text]
         assert (
             f"fetched {counted:.3g} times per micro-batch, not {predicted:.3g} as predicted" in line
         )
+        assert f" instead of {2 * (1 + counted):.2f} per parameter and micro-step)" in line
         shipped = f"(bf16 {2 * (1 + counted):.2f})"
         assert shipped in first["lines"][1] and shipped not in first["lines"][0]
-        assert shipped in line
         # The evaluation spoils a step and what DeepSpeed had recorded.
         assert first["gathers"][3] == counted == other["gathers"][5] != other["gathers"][4]
         assert kept["expected"] < 1.2 and kept["gathers"][-1] == counted

@@ -19,6 +19,7 @@ from torch import nn
 
 import ds_quant
 from ds_quant.config.environment import VARIABLE
+from ds_quant.policy.in_words import amount
 from tests.distributed.harness import on_ranks, run, scratch
 from tests.distributed.models import (
     QSDP,
@@ -295,19 +296,72 @@ LINES = {
         config(3, "sdp4bit", 4, 1),
         "sdp4bit on ZeRO-3, volume 5.04 B/param/micro-step (bf16 6.00), all weights, 1 small "
         "tensor unquantized (66.4 % of bytes); 1 x 4 ranks; torch kernels; weights fetched 2 "
-        "times per micro-batch; 3.78 B/param/micro-step received per rank; weights are sent in "
-        "full precision: this scheme compresses them between nodes only, and there is one node; "
-        'set weights.intra, such as {"bits": 8}, or use scheme "qsdp"',
+        "times per micro-batch; 3.78 B/param/micro-step received per rank; advice: sdp4bit "
+        'compresses weights between nodes only; on one node take "qsdp", or set weights.intra, '
+        'such as {"bits": 8}',
     ),
     "lossless ZeRO-3 on one node": (
         config(3, "lossless", 4, 1),
         "lossless on ZeRO-3, volume 6.00 B/param/micro-step (bf16 6.00), all weights, all "
         "gradients unquantized (100.0 % of bytes); 1 x 4 ranks; torch kernels; weights fetched 2 "
-        "times per micro-batch; 4.50 B/param/micro-step received per rank; nothing to gain on "
-        "one node: remove the block, or use zero_optimization.stage 2, where they are compressed "
-        "on one node too",
+        "times per micro-batch; 4.50 B/param/micro-step received per rank; advice: nothing "
+        "to gain on one node: remove the block, or take zero_optimization.stage 2, where they are "
+        "compressed on one node too",
     ),
 }
+
+
+LONG = "sdp4bit ZeRO-3", "lossless ZeRO-2"  # three lines without the pointer to the report
+# Ratios and formats, and what follows the three lines. Bytes: see LINES.
+STARTS = {
+    "qsdp ZeRO-3": (
+        "qsdp on ZeRO-3, 1 node x 4 CPU processes: 1.9 times fewer bytes between GPUs\n"
+        "  (3.09 instead of 6.00 per parameter and micro-step); weights and gradients in 8 bits;\n"
+        "  memory per process: ",
+        ["gradients are not reduced during backward: "
+         "reduce_bucket_size=1000000 holds all 12416 elements (try 1552)"],
+    ),
+    "sdp4bit ZeRO-3": (
+        "sdp4bit on ZeRO-3, 2 nodes x 2 CPU processes: 11.2 times fewer bytes between nodes\n"
+        "  (1.07 instead of 12.00 per parameter and step); weights and gradients in 4 bits;\n"
+        "  from step 7 on; memory per process: 12 kB kept + ",
+        [],
+    ),
+    "sdp4bit ZeRO-2": (
+        "sdp4bit on ZeRO-2, 2 nodes x 2 CPU processes: 13.2 times fewer bytes between nodes\n"
+        "  (1.06 instead of 14.00 per parameter and step); weights and gradients in 4 bits;\n"
+        "  memory per process: ",
+        [],
+    ),
+    "qsdp ZeRO-2 on one node": (
+        "qsdp on ZeRO-2, 1 node x 4 CPU processes: 3.4 times fewer bytes between GPUs\n"
+        "  (4.07 instead of 14.00 per parameter and step); weights and gradients in 8 bits;\n"
+        "  memory per process: ",
+        [],
+    ),
+    "lossless ZeRO-2": (
+        "lossless on ZeRO-2, 2 nodes x 2 CPU processes: 6.1 times fewer bytes between nodes\n"
+        "  (2.30 instead of 14.00 per parameter and step);"
+        " weights in about 2.4 bits without loss, gradients NOT compressed;\n"
+        "  memory per process: ",
+        [],
+    ),
+    "sdp4bit ZeRO-3 on one node": (
+        "sdp4bit on ZeRO-3, 1 node x 4 CPU processes: 1.2 times fewer bytes between GPUs\n"
+        "  (5.04 instead of 6.00 per parameter and micro-step);"
+        " weights NOT compressed, gradients in 8 bits;\n"
+        "  memory per process: ",
+        ['advice: sdp4bit compresses weights between nodes only; on one node take "qsdp", or set '
+         'weights.intra, such as {"bits": 8}'],
+    ),
+    "lossless ZeRO-3 on one node": (
+        "lossless on ZeRO-3, 1 node x 4 CPU processes: as many bytes between GPUs as without it\n"
+        "  (6.00 instead of 6.00 per parameter and micro-step); nothing is quantized;\n"
+        "  memory per process: ",
+        ["advice: nothing to gain on one node: remove the block, or take zero_optimization.stage "
+         "2, where they are compressed on one node too"],
+    ),
+}  # fmt: skip
 
 
 def _logged_rank() -> dict[str, tuple[list[str], dict]]:
@@ -330,13 +384,31 @@ def logged() -> list[dict[str, tuple[list[str], dict]]]:
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_the_line_says_what_crosses_the_wire_and_what_is_kept(case: str) -> None:
+def test_the_report_says_what_crosses_the_wire_and_what_is_kept(case: str) -> None:
     line = LINES[case][1]
     for found in logged():
-        lines, report = found[case]
-        assert lines == [f"quantized_comm: {report['line']}"]
+        _, report = found[case]
         peak = f"; extra memory: up to {report['expected_peak_bytes'] / 1e9:.2g} GB"
         assert report["line"].replace(peak, "", 1) == line and peak in report["line"]
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_the_start_up_lines_need_no_glossary(case: str) -> None:
+    start, sentences = STARTS[case]
+    for found in logged():
+        (text, *others), report = found[case]
+        waiting = (
+            report["expected_held_bytes"] if "sent between nodes once" in report["line"] else 0
+        )
+        memory = amount(report["expected_peak_bytes"] + waiting)
+        end = f"{memory} at most in a step; torch kernels;"
+        if case not in LONG:
+            end += " all of it: ds_quant.report()"
+        assert text.replace("\n  ", " ") == f"quantized_comm: {start}{end}".replace("\n  ", " ")
+        assert others == [f"quantized_comm: {sentence}" for sentence in sentences]
+        lines = text.split("\n")
+        assert len(lines) <= 3 and max(map(len, lines)) <= 100
+        assert all(line.startswith("  ") for line in lines[1:])
 
 
 ALONE = [advice for advice in ADVICES if advice.page == "hybrid.md" and advice.node_size == 1]

@@ -66,11 +66,12 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
 def test_fsdp2_trains_without_deepspeed(folder: Path) -> None:
     printed, _ = harness.run(_script, 2, str(folder), "fsdp2.py", environment=harness.OWN_GROUP)
     check_fsdp2(printed)
+    check_bytes(printed)
 
 
 def test_readme_starts_fsdp2_with_the_command_of_the_page() -> None:
     readme = (EXAMPLES.parents[1] / "README.md").read_text("utf-8")
-    assert f"\ntorchrun {options_of_torchrun()} docs/examples/fsdp2.py\n" in readme
+    assert f"\ntorchrun {options_of_torchrun()} docs/examples/fsdp2.py " in readme
 
 
 @pytest.mark.slow
@@ -92,6 +93,15 @@ def check_fsdp2(printed: str) -> None:
     assert printed.count("quantized_comm: qsdp on FSDP2, ") == 1, printed
     found = losses(printed)
     assert len(found) == 4 and found[-1] < found[0] - 1, printed
+
+
+def check_bytes(printed: str) -> None:
+    """Check that an example ends with about half of the bytes of bf16."""
+    for role in ("weights", "gradients"):
+        ((sent, instead),) = re.findall(
+            f"^{role}: received (.*) MB instead of (.*)$", printed, re.M
+        )
+        assert 1.8 < float(instead) / float(sent) < 2, printed
 
 
 def test_ddp_trains_without_deepspeed(folder: Path) -> None:
@@ -209,7 +219,7 @@ def trained_on_two_hosts(commands: list[list[str]], folder: Path, **more: str) -
             process.terminate()
     assert not any(process.returncode for process in started), printed
     both = "".join(printed)
-    assert "; 2 x 1 ranks; " in both and len(losses(both)) >= 4, both
+    assert ", 2 nodes x 1 CPU process: " in both and len(losses(both)) >= 4, both
     return both
 
 

@@ -92,13 +92,13 @@ def test_estimate_takes_what_is_advised_for_its_link(capsys, place: Place, row: 
 LORA = "ds_lora_zero3.json", "your block (qsdp)"
 # What README says of a plan and its ranks -> the options of estimate.
 PLANS = {
-    ("LoRA, 7 B, ZeRO-3", "2 x 4"): "--params 7b --trained 0.01 --step 3 --nodes 2 --gpus 4 "
-    f"--ds-config {shlex.quote(str(ROOT / 'configs' / LORA[0]))} "
-    "--dtype bf16 --accumulation 1 --intra 200",
     ("fine-tuning, 1 B, ZeRO-2", "2 x 1"): "--params 1b --stage 2 --nodes 2 --gpus 1 --step 0.6",
     ("fine-tuning, 7 B, ZeRO-3", "2 x 8"): "--params 7b --stage 3 --nodes 2 --gpus 8 "
     "--intra 1800 --step 4.2",
-    ("pre-training, 1 B, ZeRO-2", "8 x 1"): "--params 1b --stage 2 --nodes 8 --gpus 1 --step 0.6",
+    ("fine-tuning, 1 B, DDP", "2 x 1"): "--params 1b --front ddp --nodes 2 --gpus 1 --step 0.6",
+    ("LoRA, 7 B, ZeRO-3", "2 x 4"): "--params 7b --trained 0.01 --step 3 --nodes 2 --gpus 4 "
+    f"--ds-config {shlex.quote(str(ROOT / 'configs' / LORA[0]))} "
+    "--dtype bf16 --accumulation 1 --intra 200",
     ("pre-training, 7 B, ZeRO-3", "8 x 8"): "--params 7b --stage 3 --nodes 8 --gpus 8 "
     "--intra 1800 --step 4.2",
 }
@@ -108,9 +108,10 @@ def predicted(options: str, scheme: str, capsys: pytest.CaptureFixture[str]) -> 
     """The cells of a row: speed-up with communication hidden and not, the smaller one first."""
     links = estimated(f"{options} --link 10", capsys)["links"]
     cells = []
-    for link in ("10", "25", "100", "400"):
+    for link in ("1", "2.5", "10", "25", "100"):
         (row,) = (row for row in links[link] if row["scheme"] == scheme)
-        assert not row["note"], "only what is recommended"
+        # At 1 Gb/s another scheme is faster: docs/choosing.md.
+        assert link in ("1", "2.5") or not row["note"], "only what is recommended"
         low, high = sorted((row["speedup_overlapped"], row["speedup_serial"]))
         cells.append(f"{low:.1f} to {high:.1f}")
     return cells
@@ -118,7 +119,7 @@ def predicted(options: str, scheme: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_readme_shows_what_estimate_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     section = README.partition("## What to expect")[2]
-    rows = re.findall(r"^\| (?:LoRA|fine-tuning|pre-training), .*$", section, re.MULTILINE)
+    rows = re.findall(r"^\| predicted (\| .*)$", section, re.MULTILINE)
     shown = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
     expected = []
     for (plan, ranks), options in PLANS.items():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pictures
 import pytest
 
 from ds_quant.runtime.telemetry import json_line
-from ds_quant.tools import plot
+from ds_quant.tools import plot, plot_style
 from ds_quant.tools.cli import main
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'ds_quant[bench]'")
@@ -84,3 +85,27 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(write(tmp_path, record(1)))]) == 1
     assert "plots need matplotlib: pip install 'ds_quant[bench]'" in capsys.readouterr().err
+
+
+def test_a_scheme_has_shades_of_one_colour_under_every_front() -> None:
+    names = ("eden4", "fsdp2:eden4", "fsdp2_hsdp:eden4", "ddp:eden4", "fsdp2", "qsdp:min_numel=0")
+    found = plot_style.colors(names)
+    assert len(set(found.values())) == len(names)
+    assert found["eden4"] == plot_style.COLORS["eden4"]
+    for name in names[1:4]:
+        lighter = plot_style.COLORS["eden4"]
+        while lighter != found[name] and lighter != "#ffffff":
+            lighter = plot_style.shade(lighter, 0.25)
+        assert lighter == found[name], name
+    assert found["qsdp:min_numel=0"] == plot_style.COLORS["qsdp"]
+
+
+def test_the_picture_of_readme_has_the_ranges_of_its_table(tmp_path: Path) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+    row = readme.partition("| fine-tuning, 7 B, ZeRO-3 | 2 x 8 | `eden4` | ")[2].partition(" |\n")[
+        0
+    ]
+    drawn = ["{:.1f} to {:.1f}".format(*pictures.band(link)) for link in (1, 2.5, 10, 25, 100)]
+    assert drawn == row.split(" | ")
+    pictures.draw(tmp_path / "speedup.png")
+    assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")

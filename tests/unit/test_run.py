@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from ds_quant.config.presets import preset_names
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import in_words
 from ds_quant.runtime.figures import saved_bytes
-from ds_quant.runtime.run import SchemeState
+from ds_quant.runtime.run import Run, SchemeState
+from ds_quant.runtime.start_line import LineParts, summary
 from tests.world import SimulatedRank, World
 
 
@@ -72,3 +76,63 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     crossings = 1 if cross == "step" else 2
     assert found["inter"] == crossings * 4 * 64 * 64 / 2 / 2
     assert found["intra"] == 2 * 4 * 64 * 64 / 2
+
+
+# ---- the start-up lines ----
+
+
+def text_of(run: Run, *, period: str = "step") -> str:
+    """Return the start-up lines under a front that keeps memory and accumulates gradients."""
+    parts = LineParts(
+        layout="ZeRO-3",
+        volume=run.comm_volume(),
+        stock_bytes=14.0,
+        stock_dtypes="bf16",
+        micro_steps=2,
+        period=period,
+        kept_bytes=12.3e9,
+        gradients="gradients are sent between nodes once per optimizer step",
+        accumulates=True,
+    )
+    return summary(run, parts)
+
+
+@pytest.mark.parametrize("scheme", preset_names())
+def test_the_start_up_lines_of_every_scheme_fit_on_three_lines_of_a_terminal(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 64))})
+    stage = 3 if parse_block({"scheme": scheme}).keeps_node_shard else 2
+    made = World(2, 2, module=module, stage=stage, scheme=scheme, warmup_steps=1000).ranks[0]
+    made.engine.communication_data_type = torch.bfloat16
+    monkeypatch.setattr(made.run, "peak_bytes", lambda volume: 34.5e9)
+    for period in ("step", "micro-step"):
+        lines = text_of(made.run, period=period).split("\n")
+        assert len(lines) <= 3 and max(map(len, lines)) <= 100, lines
+        assert lines[0].startswith(f"quantized_comm: {scheme} on ZeRO-3, 2 nodes x 2 CPU processes")
+        text = " ".join(map(str.strip, lines))
+        assert "; from step 1000 on; " in text
+        assert "memory per process: 12 GB kept + 3" in text
+
+
+@pytest.mark.parametrize(
+    ("stock_bytes", "sent_bytes", "nodes", "said"),
+    [
+        (5.7, 1.02, 2, "5.6 times fewer bytes between nodes"),
+        (8.0, 5.04, 1, "1.6 times fewer bytes between GPUs"),
+        (4.0, 4.1, 1, "as many bytes between GPUs as without it"),
+        (4.0, 6.0, 2, "1.5 times more bytes between nodes"),
+        (4.0, 0.0, 2, "no bytes between nodes"),
+    ],
+)
+def test_bytes_are_compared_with_a_run_without_the_block(
+    stock_bytes: float, sent_bytes: float, nodes: int, said: str
+) -> None:
+    assert in_words.saving(stock_bytes, sent_bytes, nodes=nodes) == said
+
+
+def test_amounts_of_memory_have_the_unit_that_fits() -> None:
+    amounts = (0, 12_416, 1.26e6, 13e6, 999e6, 1.68e9, 24e9)
+    assert [in_words.amount(nbytes) for nbytes in amounts] == [
+        "0.0 kB", "12 kB", "1.3 MB", "13 MB", "999 MB", "1.7 GB", "24 GB",
+    ]  # fmt: skip

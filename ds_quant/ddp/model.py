@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,27 +14,23 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.comm.topology import Topology
 from ds_quant.config.errors import KEY
-from ds_quant.config.schema import FallbackConfig, MetricsConfig, QuantizedCommConfig
+from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp.gradients import RUN_NUMEL, BucketReduction
 from ds_quant.ddp.hook import Hook
-from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import FLOATS, Scheme
-from ds_quant.runtime.copies import differing_ranks, replicas_differ
-from ds_quant.runtime.fallback import Fallback
+from ds_quant.runtime.copies import compare_replicas, compares_replicas
 from ds_quant.runtime.figures import figures
-from ds_quant.runtime.front import Workload, saved_step
+from ds_quant.runtime.front import SentParam, Workload
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
 from ds_quant.runtime.start_line import LineParts, start_line
-from ds_quant.runtime.telemetry import StepTelemetry
-from ds_quant.runtime.warmup import MessageKinds
+from ds_quant.runtime.step_events import StepEvents
 
 STAGE = 0  # nothing is sharded
 
@@ -87,20 +83,14 @@ class AttachedModel:
             has_streams=device.type != "cpu",
             dist=torch.distributed,
         )
+        self.events = StepEvents(self.run)
         self.block = block
         self._hook = hook
         self._reduction = BucketReduction(self.run)
         # Encodes, waits and decodes while backward goes on.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._telemetry: StepTelemetry | None = None
-        self._fallback: Fallback | None = None
-        self._found_nonfinite = False
         self._has_equal_rounds = False  # compared since the start or the last load
-        # Rounds when the optimizer last stepped, and those of the optimizer step before.
-        self._step_of_optimizer = 0
-        self._rounds_of_optimizer = 0
-        self._has_warned = False
-        self._optimizer_hook: Any = None
+        self._accumulation = Accumulation(self.run)
 
     # ---- life ----
 
@@ -110,17 +100,7 @@ class AttachedModel:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Notice gradients that are sent several times per optimizer step."""
-        self._optimizer_hook = optimizer.register_step_post_hook(self._after_optimizer_step)
-
-    def write_metrics(self, settings: MetricsConfig) -> None:
-        """Write metrics of later rounds."""
-        self._telemetry = StepTelemetry(self.run, settings)
-        self._telemetry.arm()
-
-    def fall_back(self, settings: FallbackConfig) -> None:
-        """Vote in every round: see runtime/fallback.py. A collective of all ranks."""
-        self._fallback = Fallback(self.run, settings, lambda: None)  # no rank caches weights
-        self._fallback.vote()  # a kill file may exist already
+        self._accumulation.follow(optimizer)
 
     def detach(self) -> None:
         """Let torch reduce the gradients in full precision. Call it on all ranks, between rounds.
@@ -128,8 +108,7 @@ class AttachedModel:
         The model's hook stays: torch removes none.
         """
         self._hook.reducer = None
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
+        self._accumulation.stop()
 
     # ---- a round ----
 
@@ -192,13 +171,10 @@ class AttachedModel:
         """Check the gradients of all buckets before the optimizer uses them."""
         if self.run.scheme.block.payload_checksum:
             check_messages(self.run)
-        if self._fallback is not None:
-            self._found_nonfinite = self._fallback.vote()
+        self.events.after_reduction()
+        self.events.before_step()
         self.step += 1
-        if self._fallback is not None:
-            self._fallback.after_step(skipped=False)
-        if self._telemetry is not None:
-            self._telemetry.after_step()
+        self.events.after_step()
 
     def _compare_rounds(self) -> None:
         """Compare the number of rounds of all ranks, in the first one after a start or a load.
@@ -218,7 +194,7 @@ class AttachedModel:
             )
 
     def _compare_replicas(self, gradients: Tensor) -> None:
-        """Compare the weights of all ranks every ``checksum_steps`` rounds, and after the first.
+        """Compare the weights of all ranks, every ``checksum_steps`` rounds.
 
         A rank that has left ``join()`` early goes on with old weights and gradients of zeros until
         the others have ended. So a rank whose first bucket is zero is not compared.
@@ -226,14 +202,11 @@ class AttachedModel:
         Raises:
             RuntimeError: on all ranks, if weights differ.
         """
-        every = self.run.scheme.block.checksum_steps
-        if not every or not self.step or (self.step % every and self.step > 1):
+        if not compares_replicas(self.run, self.step):
             return
         owner = 0 if gradients.any() else 1 + self.run.world.hierarchy.rank
         weights = [param.tensor for param in self.run.params]
-        differing = differing_ranks(self.run, [(owner, weights)], self.step)
-        if differing:
-            raise replicas_differ(self.step, differing)
+        compare_replicas(self.run, [(owner, weights)], self.step)
 
     def found_nonfinite(self) -> bool:
         """Return True on all ranks if gradients of the last round hold NaN or Inf.
@@ -241,37 +214,13 @@ class AttachedModel:
         Raises:
             RuntimeError: nothing is watched.
         """
-        if self._fallback is None or self.run.finite_flags is None:
-            raise RuntimeError(
-                f'{KEY}.fallback.on_nonfinite="skip": nothing looks at the gradients: allowed for '
-                'front.found_nonfinite(): "full_precision", "raise"'
-            )
-        return self._found_nonfinite
-
-    def _after_optimizer_step(self, *_: Any) -> None:
-        """Warn once of two optimizer steps in a row with as many rounds each, more than one.
-
-        A single step with several rounds has skipped updates: a GradScaler looks for its scale.
-        """
-        rounds = self.step - self._step_of_optimizer
-        if 1 < rounds == self._rounds_of_optimizer and not self._has_warned:
-            self._has_warned = True
-            self.run.log(
-                f"{KEY}: {rounds} backwards per optimizer step send gradients, each with the sum "
-                "of those before it: more bytes and more error. Run all but the last one inside "
-                "no_sync() of the DDP model (logged once)"
-            )
-        self._step_of_optimizer = self.step
-        self._rounds_of_optimizer = rounds
+        return self.events.watched_gradients().found_nonfinite
 
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint: the number of rounds."""
-        state: dict[str, Any] = {"step": self.step}
-        if self.run.finite_flags is not None:
-            state["exact_until"] = self.run.state.exact_until
-        return state
+        return self.events.state_dict(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a checkpoint's state. Call it on all ranks, with equal states.
@@ -279,12 +228,10 @@ class AttachedModel:
         Raises:
             ValueError: a state without a number of rounds.
         """
-        self.step = saved_step(state)
+        self.step = self.events.load_state_dict(state)
         self._has_equal_rounds = False
-        self.run.state.exact_until = int(state.get("exact_until", 0))
-        self._step_of_optimizer = self.step
-        if self._telemetry is not None:
-            self._telemetry.arm()  # the step has jumped
+        self._accumulation.begin()
+        self.events.rearm()
 
     # ---- figures ----
 
@@ -295,22 +242,13 @@ class AttachedModel:
 
     def workload(self) -> Workload:
         """Return the communication of a round."""
-        param_specs = [
-            ParamSpec(
-                name=param.name,
-                shape=tuple(param.shape),
-                dtype=param.tensor.dtype,
-                trainable=True,
-                stock_gradients=param.tensor.dtype not in FLOATS,
-            )
-            for param in self.run.params
-        ]
-        return Workload(
-            param_specs=[param_specs],
-            gathers=0.0,
-            micro_steps=1,
-            gradient_dtype=self._dtypes[0],
-        )
+        params: list[SentParam] = []
+        for param in self.run.params:
+            dtype = param.tensor.dtype
+            is_stock = dtype not in FLOATS
+            params.append(SentParam(param, dtype, dtype, trained=True, stock_gradients=is_stock))
+        params.sort(key=lambda sent: sent.stock_gradients)  # the line names their dtypes last
+        return Workload(params=[params], gathers=0.0, micro_steps=1)
 
     def sizes(self) -> list[Sizes]:
         """Return the sizes that decide the peak memory of a round."""
@@ -319,28 +257,10 @@ class AttachedModel:
             trained=sum(numels),
             largest=max(numels),
             bucket=RUN_NUMEL,
-            itemsize=self._dtypes[0].itemsize,
             under_way=1 + len(self.run.world.hops),
             slicing=self.run.slicing,
         )
         return [sizes]
-
-    def message_kinds(self) -> MessageKinds:
-        """Return dtypes and levels of the messages, for ``warm_up``."""
-        return MessageKinds(
-            weight_dtypes=[],
-            gradient_dtype=self._dtypes[0],
-            reducing=[self.run.world],
-            all_levels=[self.run.world],
-            crosses_once=False,
-            has_few_ranks=False,
-        )
-
-    @property
-    def _dtypes(self) -> Sequence[torch.dtype]:
-        """The dtypes of the gradients, those that the block sends first."""
-        dtypes = dict.fromkeys(param.tensor.dtype for param in self.run.params)
-        return sorted(dtypes, key=lambda dtype: dtype not in FLOATS)
 
     @property
     def line(self) -> str:
@@ -350,8 +270,6 @@ class AttachedModel:
 
     def _line_parts(self, volume: ModelVolume) -> LineParts:
         """Return the part of the start-up line that DDP knows."""
-        names = [CAST_NAMES.get(d, str(d).removeprefix("torch.")) for d in self._dtypes]
-        nbytes = sum(2 * param.tensor.nbytes for param in self.run.params)  # of an all-reduce
         reasons: list[str] = []
         if self.run.scheme.gradients is None and self.run.topology.world > 1:
             reasons.append(
@@ -359,7 +277,7 @@ class AttachedModel:
             )
         return LineParts(
             layout="DDP",
-            stock=f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}",
+            stock=self.run.stock_volume(volume),
             micro_steps=1,
             period="step",
             kept_bytes=0.0,
@@ -368,8 +286,45 @@ class AttachedModel:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of ``ds_quant.report``."""
-        return {
-            "front": "ddp",
-            **figures(self.run, micro_steps=1, kept_bytes=0, held_bytes=0, accumulates=False),
-            "line": self.line,
-        }
+        return {"front": "ddp", **figures(self.run), "line": self.line}
+
+
+class Accumulation:
+    """Warns of gradients that are sent several times per optimizer step, once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        # Rounds when the optimizer last stepped, and those of the optimizer step before.
+        self._rounds_at_step = 0
+        self._last_rounds = 0
+        self._has_warned = False
+        self._hook: Any = None  # of the optimizer, which holds this until ``stop``
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Notice the steps of an optimizer."""
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        """Follow no optimizer any more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def begin(self) -> None:
+        """Count the rounds of an optimizer step from now on."""
+        self._rounds_at_step = self._run.step
+
+    def _after_step(self, *_: Any) -> None:
+        """Warn of two optimizer steps in a row with as many rounds each, more than one.
+
+        A single step with several rounds has skipped updates: a GradScaler looks for its scale.
+        """
+        rounds = self._run.step - self._rounds_at_step
+        if 1 < rounds == self._last_rounds and not self._has_warned:
+            self._has_warned = True
+            self._run.log(
+                f"{KEY}: {rounds} backwards per optimizer step send gradients, each with the sum "
+                "of those before it: more bytes and more error. Run all but the last one inside "
+                "no_sync() of the DDP model (logged once)"
+            )
+        self._last_rounds = rounds
+        self.begin()

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.fsdp2.sharded_module import ShardedModule
-from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.model_volume import ModelVolume
-from ds_quant.runtime.front import Workload
+from ds_quant.runtime.front import SentParam, Workload
 from ds_quant.runtime.run import Level, Run
 from ds_quant.runtime.start_line import LineParts
-from ds_quant.runtime.warmup import MessageKinds
-
-
-def gradient_dtype_of(modules: Sequence[ShardedModule]) -> torch.dtype:
-    """Return the dtype of the gradients of the first module whose gradients are sent."""
-    for sharded in modules:
-        if sharded.reduces:
-            return sharded.gradient_dtype
-    return torch.float32
 
 
 def workload_of(run: Run, modules: Sequence[ShardedModule], *, micro_steps: int) -> Workload:
     """Return the communication of an optimizer step."""
     return Workload(
-        param_specs=[_param_specs(_of_level(modules, level)) for level in run.levels],
+        params=[_sent_params(_of_level(modules, level)) for level in run.levels],
         gathers=2.0,  # in forward and in backward
         micro_steps=micro_steps,
-        gradient_dtype=gradient_dtype_of(modules),
     )
 
 
@@ -48,7 +34,6 @@ def sizes_of(run: Run, modules: Sequence[ShardedModule]) -> list[Sizes]:
                 largest=largest,
                 bucket=largest,
                 prefetch=largest,
-                itemsize=gradient_dtype_of(modules).itemsize,
                 exchanged_at_once=True,
                 # On a device with streams: see [Note: all-reduce stream] of gradients.py.
                 crossing_at_once=level.replicas > 1 and run.device.type != "cpu",
@@ -56,20 +41,6 @@ def sizes_of(run: Run, modules: Sequence[ShardedModule]) -> list[Sizes]:
             )
         )
     return sizes
-
-
-def message_kinds_of(run: Run, modules: Sequence[ShardedModule]) -> MessageKinds:
-    """Return dtypes and levels of the messages, for ``warm_up``."""
-    dtypes = {sharded.dtype for sharded in modules if not sharded.fsdp_gathers}
-    reduces = any(sharded.reduces for sharded in modules)
-    return MessageKinds(
-        weight_dtypes=sorted(dtypes, key=str),
-        gradient_dtype=gradient_dtype_of(modules),
-        reducing=run.levels if reduces else [],
-        all_levels=run.levels,
-        crosses_once=any(sharded.defers_inter_node for sharded in modules),
-        has_few_ranks=False,
-    )
 
 
 def line_parts_of(
@@ -91,7 +62,7 @@ def line_parts_of(
     return LineParts(
         layout="FSDP2 with replicas" if has_replicas else "FSDP2",
         between="replicas of" if has_replicas else "x",
-        stock=_alone(modules, volume),
+        stock=run.stock_volume(volume),
         weights=weights,
         gradients=gradients,
         kept_bytes=kept_bytes,
@@ -104,39 +75,16 @@ def _of_level(modules: Sequence[ShardedModule], level: Level) -> list[ShardedMod
     return [sharded for sharded in modules if sharded.level is level]
 
 
-def _param_specs(modules: Sequence[ShardedModule]) -> list[ParamSpec]:
+def _sent_params(modules: Sequence[ShardedModule]) -> list[SentParam]:
     return [
-        ParamSpec(
-            name=param.name,
-            shape=tuple(param.shape),
+        SentParam(
+            param=param,
             dtype=dtype,
-            trainable=param.trained,
-            packed=param.packed,
+            gradient_dtype=sharded.gradient_dtype,
+            trained=param.trained,
             stock_weights=bool(sharded.fsdp_gathers),
             stock_gradients=not sharded.reduces,
         )
         for sharded in modules
         for param, dtype in zip(sharded.params, sharded.dtypes, strict=True)
     ]
-
-
-def _alone(modules: Sequence[ShardedModule], volume: ModelVolume) -> str:
-    """Describe the volume of FSDP2 without the block, as "bf16 6.00" or "bf16 + fp32 8.00".
-
-    Weights are gathered in one dtype, gradients reduced in another. With replicas an all-reduce of
-    gradients is all that crosses between the nodes.
-    """
-    nbytes = 0.0
-    names: dict[str, None] = {}
-    for sharded in modules:
-        has_replicas = sharded.level.replicas > 1
-        for param, dtype in zip(sharded.params, sharded.dtypes, strict=True):
-            numel = param.shape.numel()
-            if not has_replicas:
-                nbytes += volume.gathers * numel * dtype.itemsize
-                names[CAST_NAMES.get(dtype, str(dtype).removeprefix("torch."))] = None
-            if param.trained:
-                passes = 2 if has_replicas else 1
-                nbytes += passes * numel * sharded.gradient_dtype.itemsize
-                names[CAST_NAMES.get(sharded.gradient_dtype, "fp64")] = None
-    return f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}"

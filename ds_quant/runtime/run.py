@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
@@ -431,7 +432,7 @@ class Run:
             comm_volume(
                 scheme or self.scheme,
                 level.routes.stage,
-                param_specs,
+                [sent.spec for sent in params],
                 ranks=level.topology.world,
                 node_size=level.topology.node_size,
                 gathers=workload.gathers,
@@ -439,7 +440,7 @@ class Run:
                 stock_gradients=workload.stock_gradients,
                 replicas=level.routes.replicas,
             )
-            for level, param_specs in zip(self.levels, workload.param_specs, strict=True)
+            for level, params in zip(self.levels, workload.params, strict=True)
         ]
         return ModelVolume(tuple(parts))
 
@@ -460,6 +461,31 @@ class Run:
             received["gradients"] = {"intra": 0.0, "inter": 0.0}  # the library's are not counted
         return received
 
+    def stock_volume(self, volume: ModelVolume) -> str:
+        """Describe the volume without the block under FSDP2 or DDP, as "bf16 + fp32 8.00".
+
+        Replicas all-reduce gradients, and gather no weights.
+        """
+        nbytes = 0.0
+        names: dict[str, None] = {}
+        workload = self.workload
+        for level, params in zip(self.levels, workload.params, strict=True):
+            passes = 1 if level.returning is None else 2
+            for sent in params:
+                numel = sent.param.shape.numel()
+                if level.returning is None:
+                    nbytes += workload.gathers * numel * sent.dtype.itemsize
+                    names[_dtype_name(sent.dtype)] = None
+                if sent.trained:
+                    nbytes += passes * numel * sent.gradient_dtype.itemsize
+                    names[_dtype_name(sent.gradient_dtype)] = None
+        return f"{' + '.join(names)} {nbytes / max(1, volume.numel):.2f}"
+
     def peak_bytes(self, volume: ModelVolume) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
         return volume.peak_bytes(self._front.sizes())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bf16"."""
+    return CAST_NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -6,6 +6,7 @@ rank decides for all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator
+from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.route import Routes
@@ -23,7 +25,7 @@ from ds_quant.runtime import groups
 def tuned(
     config: QuantizedCommConfig,
     topology: Topology,
-    work: autotune.Work,
+    work: Callable[[], autotune.Work],
     *,
     stage: int,
     process_group: Any,
@@ -34,14 +36,20 @@ def tuned(
 ) -> tuple[QuantizedCommConfig, list[str]]:
     """Return the block with the chosen scheme, and notices that say why. A collective.
 
+    A block that names its scheme is returned as it is.
+
     Args:
+        work: returns the sizes of a step's messages.
         process_group: of all ranks; None for the world.
         dist: module with the collectives, DeepSpeed's if None.
         stock_gradients: the front's library reduces gradients itself.
     """
+    if config.scheme != AUTOTUNE:
+        return config, []
     if topology.world == 1:
         return config.with_scheme("full_precision"), []
     hierarchy = _hierarchy(config, topology, process_group, device, has_streams, dist)
+    sizes = work()
     nodes, node_size = topology.nodes, topology.node_size
     seconds: dict[str, float] = {}
     place = choosing.Place(stage, nodes, node_size, config.allow_full_replica)
@@ -55,7 +63,7 @@ def tuned(
                 node_size=node_size,
                 stock_gradients=stock_gradients,
             )
-            seconds[name] = autotune.step_seconds(routes, hierarchy, work, device)
+            seconds[name] = autotune.step_seconds(routes, hierarchy, sizes, device)
     flat = hierarchy.flat
     of_first_rank = [seconds]
     torch.distributed.broadcast_object_list(

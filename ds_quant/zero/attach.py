@@ -12,18 +12,15 @@ from torch import Tensor
 
 from ds_quant.codec.module import load as load_codec
 from ds_quant.comm.topology import Topology
-from ds_quant.config.environment import KILL_VARIABLE, VARIABLE
-from ds_quant.config.presets import AUTOTUNE
-from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
-from ds_quant.kernels import dispatch
+from ds_quant.config.environment import VARIABLE
+from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.policy import autotune, refusals
 from ds_quant.runtime import handshake, message_check
 from ds_quant.runtime.copies import WeightCache, compare_copies
-from ds_quant.runtime.fallback import Fallback, kill_file
+from ds_quant.runtime.fallback import fallback_of
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import announce
-from ds_quant.runtime.telemetry import unwritable
 from ds_quant.runtime.tuning import tuned
 from ds_quant.runtime.warmup import warm_up
 from ds_quant.zero import (
@@ -97,9 +94,9 @@ def attach(engine: Engine, optimizer: Any) -> None:
     # Checked a second time. ``install.read_block`` ran ahead of DeepSpeed's checks, so that a user
     # reads these messages first; it knew neither the optimizer nor a stage that was set later.
     refusals.refuse(hooks.param_dict(engine), config, bf16_optimizer=optimizer is None)
-    rank, world = hooks.rank_and_world()
+    _, world = hooks.rank_and_world()
     config.validate_world(world)
-    topology = _agree(config, rank, world)
+    topology = _topology(config, world)
     front = _make_front(engine, config, topology, optimizer)
     run = front.run
     events = hooks.Hooks(engine, optimizer)
@@ -122,21 +119,11 @@ def attach(engine: Engine, optimizer: Any) -> None:
     announce(run, line_of(front))
 
 
-def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
+def _topology(config: QuantizedCommConfig, world: int) -> Topology:
     """Run the handshake of all ranks and return the topology."""
-    # Facts that must be equal on all ranks, by the name that an error shows.
-    must = {f"codec {name}": load_codec(name).digest for name in config.own_codecs.values()}
-    # All ranks must vote, or none: a vote of some would hang.
-    must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
-    node_size = handshake.handshake(
-        config=config,
-        must=must,
-        kernels=dispatch.describe(accelerator.device(), config.backend),
-        rank=rank,
-        world=world,
-        fault=unwritable(config.metrics, rank),
-    )
-    return Topology(world=world, node_size=config.node_size or node_size)
+    codecs = {f"codec {name}": load_codec(name).digest for name in config.own_codecs.values()}
+    node_size = handshake.handshake(config, facts=codecs, device=accelerator.device())
+    return Topology(world=world, node_size=node_size)
 
 
 def _make_front(
@@ -152,18 +139,16 @@ def _make_front(
             model_bytes=sharded_params.total_bytes(engine.module),
         )
     stock_gradients_reason = muon.stock_gradients_reason(engine)
-    notices: list[str] = []
-    if config.scheme == AUTOTUNE:
-        config, notices = tuned(
-            config,
-            topology,
-            _work(engine, stage),
-            stage=stage,
-            process_group=None,
-            device=accelerator.device(),
-            has_streams=accelerator.has_streams(),
-            stock_gradients=stock_gradients_reason is not None,
-        )
+    config, notices = tuned(
+        config,
+        topology,
+        partial(_work, engine, stage),
+        stage=stage,
+        process_group=None,
+        device=accelerator.device(),
+        has_streams=accelerator.has_streams(),
+        stock_gradients=stock_gradients_reason is not None,
+    )
     return EngineFront(
         engine,
         config.to_scheme(),
@@ -207,7 +192,7 @@ def _connect(attached: AttachedEngine, config: QuantizedCommConfig, *, trains: b
     front, run, events = attached.front, attached.run, attached.events
     telemetry: Telemetry | None = None
     rank, world = hooks.rank_and_world()
-    fallback = _make_fallback(attached, config.fallback)
+    fallback = fallback_of(run, attached.resync)
     has_checksums = run.scheme.block.payload_checksum and world > 1
     if has_checksums:
         run.notices.append("every message carries a checksum")
@@ -278,18 +263,6 @@ def _add_weight_updates(attached: AttachedEngine) -> None:
 def _compare_copies(run: Run, cache: WeightCache) -> None:
     """Compare the copies after an update, once they have the new weights."""
     compare_copies(run, cache, run.step + 1)  # DeepSpeed counts the step only after it
-
-
-def _make_fallback(attached: AttachedEngine, settings: FallbackConfig) -> Fallback | None:
-    """Return the vote on full precision, None if there is nothing to vote on."""
-    watches = kill_file() is not None
-    if settings.on_nonfinite == "skip" and not watches:
-        return None
-    fallback = Fallback(attached.run, settings, attached.resync)
-    if watches:
-        attached.run.notices.append(f"{KILL_VARIABLE} watched")
-        fallback.vote()  # the file may exist already
-    return fallback
 
 
 # ---- ZeRO-3 ----

@@ -8,12 +8,11 @@ from typing import cast
 from torch import Tensor
 
 from ds_quant.comm.topology import Topology
-from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.in_flight import BUCKETS_AHEAD
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
-from ds_quant.runtime.front import Workload
+from ds_quant.runtime.front import SentParam, Workload
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.run import ProcessGroups, Run
 from ds_quant.zero import accelerator, offload, sharded_params
@@ -120,24 +119,20 @@ class EngineFront:
 
     def workload(self) -> Workload:
         """Return the communication of an optimizer step."""
-        param_specs = [
-            ParamSpec(
-                name=param.name,
-                shape=param.shape,
+        engine = self.engine
+        params = [
+            SentParam(
+                param=param,
                 dtype=param.tensor.dtype,
-                trainable=param.tensor.requires_grad,
-                packed=param.packed,
-                needs_full_gradient=param.needs_full_gradient,
-                boundary=param.boundary,
+                gradient_dtype=engine.communication_data_type,
+                trained=param.tensor.requires_grad,
             )
             for param in self.run.params
         ]
-        engine = self.engine
         return Workload(
-            param_specs=[param_specs],
+            params=[params],
             gathers=self.gathers,
             micro_steps=engine.gradient_accumulation_steps(),
-            gradient_dtype=engine.communication_data_type,
             stock_gradients=self.stock_gradients_reason is not None,
         )
 
@@ -154,7 +149,6 @@ class EngineFront:
             bucket=engine.zero_reduce_bucket_size(),
             window=engine.zero_allgather_bucket_size(),
             prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
-            itemsize=engine.communication_data_type.itemsize,
             under_way=1 + BUCKETS_AHEAD if overlaps_on_cpu else 1,
             offloaded=offload.offloads_parameters(engine),
             slicing=self.run.slicing,

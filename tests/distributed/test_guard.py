@@ -212,8 +212,7 @@ def _store_rank() -> int:
     store = _Counted(distributed._get_default_store())
     with patch.object(distributed, "_get_default_store", return_value=store):
         handshake.handshake(
-            config=parse_block(CAREFUL), must={}, kernels="",
-            rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size(),
+            parse_block(CAREFUL), facts={}, device=torch.device("cpu")
         )  # fmt: skip
     return store.asked
 

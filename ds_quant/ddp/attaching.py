@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,20 +15,13 @@ from torch.optim import Optimizer
 from ds_quant.comm.topology import Topology
 from ds_quant.config import environment
 from ds_quant.config.errors import KEY
-from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp import hook as hooks
-from ds_quant.ddp.gradients import RUN_NUMEL
-from ds_quant.ddp.model import STAGE, AttachedModel
-from ds_quant.policy.autotune import Work
+from ds_quant.ddp.model import AttachedModel, reduced_parameters
 from ds_quant.runtime.handshake import handshake, model_facts
 from ds_quant.runtime.inactive import InactiveFront
-from ds_quant.runtime.start import start
+from ds_quant.runtime.start import UnsupportedModel, start
 from ds_quant.runtime.start_line import announce
-from ds_quant.runtime.tuning import tuned
-
-
-class UnsupportedModel(ValueError):
-    """A setting of DDP that cannot work with the block."""
+from ds_quant.runtime.tuning import tuned_front
 
 
 def attach(
@@ -65,45 +57,29 @@ def attach(
     if config is None:
         return InactiveFront(environment.reason_of_no_block(block))
     ddp = _ddp_of(model)
-    hook = hooks.find(ddp)
-    if hook is not None and isinstance(hook.reducer, AttachedModel):
-        return _attached_before(hook.reducer, config)
+    attached = front_of(ddp)
+    if attached is not None:
+        if attached.block != config:
+            raise RuntimeError(
+                f"{KEY}: this model is attached already, with another block: call detach() of its "
+                "front first"
+            )
+        return attached
     refuse_unsupported(ddp)
     config.validate_world(dist.get_world_size())
-    trained = {name: p for name, p in _reduced_parameters(ddp)}
-    if not trained:
+    if not any(reduced_parameters(ddp)):
         return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
-    if hook is None:
-        hook = hooks.register(ddp)
+    hook = hooks.find(ddp) or hooks.register(ddp)
     node_size = handshake(config, facts=model_facts("ddp", ddp.module), device=ddp.device)
     topology = Topology(world=dist.get_world_size(), node_size=node_size)
-    chosen, notices = tuned(
-        config,
-        topology,
-        partial(_work, trained),
-        stage=STAGE,
-        process_group=None,
-        device=ddp.device,
-        has_streams=ddp.device.type != "cpu",
-        dist=dist,
-    )
-    index = {name: place for place, (name, _) in enumerate(ddp.module.named_parameters())}
-    front = AttachedModel(hook, trained, index, chosen.to_scheme(), topology, ddp.device, config)
-    front.run.notices += [*notices, *_bypassing(ddp)]
+    make = partial(AttachedModel, ddp, hook, topology, config)
+    front = tuned_front(config, make)
+    front.run.notices += _bypassing(ddp)
     start(front.run, front.events, resync=lambda: None)  # no rank caches weights
     announce(front.run, front.line)
     if optimizer is not None:
         front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
     front.connect()
-    return front
-
-
-def _attached_before(front: AttachedModel, config: QuantizedCommConfig) -> AttachedModel:
-    if front.block != config:
-        raise RuntimeError(
-            f"{KEY}: this model is attached already, with another block: call detach() of its "
-            "front first"
-        )
     return front
 
 
@@ -119,22 +95,6 @@ def _bypassing(ddp: DistributedDataParallel) -> Iterator[str]:
             f"not through DDP's hook: {len(ignored)} of delay_all_reduce_named_params or that DDP "
             f"ignores, such as {ignored[0]}: nothing of them is quantized or counted"
         )
-
-
-def _work(parameters: Mapping[str, torch.Tensor]) -> Work:
-    """Return the sizes of a round's messages."""
-    numel = sum(parameter.numel() for parameter in parameters.values())
-    dtype = next(iter(parameters.values())).dtype
-    return Work(
-        numel=numel,
-        trained=numel,
-        gather=0,
-        bucket=min(numel, RUN_NUMEL),
-        dtype=dtype,
-        gradients=dtype,
-        micro_steps=1,
-        gathers=0.0,
-    )
 
 
 def front_of(model: nn.Module) -> AttachedModel | None:
@@ -169,13 +129,6 @@ def _ddp_of(model: object) -> DistributedDataParallel:
         f"that holds one; {problem}. Wrap the model first (Trainer: trainer.model_wrapped, "
         "Lightning: trainer.strategy.model), and attach each of several on its own"
     )
-
-
-def _reduced_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters that DDP reduces, with their names."""
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
-            yield name, parameter
 
 
 def refuse_unsupported(ddp: DistributedDataParallel) -> None:

@@ -64,9 +64,11 @@ class BucketReduction:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        # Plans, which hold no tensors but small tables: emptied when they are full.
         self._plans: PlanCache[tuple[tuple[int, ...], torch.dtype, bool], list[_Plan]]
         self._plans = PlanCache()
-        self._in_flight: list[Iterator[None]] = []  # oldest first
+        # Oldest first, each with its messages and sums; ``finish`` frees them in every round.
+        self._in_flight: list[Iterator[None]] = []
         self._placements = placements(run.params, run.world.hierarchy.size)
 
     def begin(self, bucket: GradBucket, step: int, then: Callable[[], None]) -> None:
@@ -125,11 +127,7 @@ class BucketReduction:
         key = (tuple(map(id, parameters)), dtype, full)
         plans = self._plans.get(key)
         if plans is None:
-            params: list[Param] = []
-            for parameter in parameters:
-                param = self._run.param_of(parameter)
-                assert param is not None  # DDP reduces the parameters that it had at the start
-                params.append(param)
+            params = [self._run.known_param(parameter) for parameter in parameters]
             plans = self._plans.add(key, [])
             start = 0
             for members in runs_of(params):
@@ -165,19 +163,12 @@ class BucketReduction:
         starts = list(accumulate((param.shape.numel() for param in params), initial=0))
         segments: list[Segment] = []
         for index in small_tensors_last([spec.codecs[-1] for spec in specs]):
-            placement = self._placements[params[index]]
             numel = params[index].shape.numel()
-            for start, stop, rank in placement.pieces(numel, specs[index].unit):
-                segments.append(
-                    Segment(
-                        tensor=0,
-                        start=starts[index] + start,
-                        numel=stop - start,
-                        gradient=index,
-                        first=start,
-                        reducer=rank,
-                    )
-                )
+            whole = Segment(
+                tensor=0, start=starts[index], numel=numel, gradient=index, first=0, reducer=0
+            )
+            pieces = self._placements[params[index]].pieces(numel, specs[index].unit)
+            segments += [whole.part(start, stop, reducer=rank) for start, stop, rank in pieces]
         return segments
 
 

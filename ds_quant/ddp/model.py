@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
@@ -28,7 +29,7 @@ from ds_quant.runtime.figures import figures
 from ds_quant.runtime.front import SentParam, Workload
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
-from ds_quant.runtime.run import ProcessGroups, Run
+from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import LineParts, start_line
 from ds_quant.runtime.step_events import StepEvents
 
@@ -41,8 +42,11 @@ class AttachedModel:
     A ``torch.distributed.checkpoint`` Stateful: ``state_dict`` holds the number of rounds, which
     names the random bits, so that a resumed run repeats them. See [Note: rounds] of gradients.py.
 
+    Its hook holds it until ``detach``, and lives as long as the model. It holds the model's
+    parameters, but not the model.
+
+    ddp: the model, of which nothing else is kept.
     hook: the model's communication hook.
-    parameters: those that DDP reduces, by name; index: their positions among all parameters.
     block: as it was given, perhaps with "autotune".
 
     step: finished rounds.
@@ -50,37 +54,32 @@ class AttachedModel:
 
     def __init__(
         self,
+        ddp: DistributedDataParallel,
         hook: Hook,
-        parameters: dict[str, Tensor],
-        index: dict[str, int],
-        scheme: Scheme,
         topology: Topology,
-        device: torch.device,
         block: QuantizedCommConfig,
+        scheme: Scheme,
     ) -> None:
-        routes = Routes(
-            scheme=scheme, stage=STAGE, nodes=topology.nodes, node_size=topology.node_size
-        )
+        routes = Routes.over(topology, scheme, stage=STAGE)
         params = [
             Param(
-                index=index[name],
+                index=index,
                 name=name,
                 shape=parameter.shape,
                 trained=True,
                 tensor=parameter,
                 routes=routes,
             )
-            for name, parameter in parameters.items()
+            for index, name, parameter in reduced_parameters(ddp)
         ]
+        device = ddp.device
         self.step = 0
         self.run = Run(
             self,
             routes,
             topology,
             params,
-            process_groups=ProcessGroups(),
             device=device,
-            has_streams=device.type != "cpu",
             dist=torch.distributed,
         )
         self.events = StepEvents(self.run)
@@ -124,46 +123,38 @@ class AttachedModel:
         """
         self.run.refuse_capture()
         buffer = bucket.buffer()
-        with self._on_own_stream():
+        # Lets the stream of its waiter wait.
+        future: Future[Tensor] = Future(devices=[] if self._stream is None else [self.run.device])
+        with self._own_stream():
             if bucket.index() == 0:
                 self._compare_rounds()
                 self._compare_replicas(buffer)
             if self.run.topology.world == 1:
-                future = self._new_future()
                 self._complete(bucket, future)
             elif bucket.parameters()[0].dtype not in FLOATS:  # complex ones have a real buffer
                 flat = self.run.world.hierarchy.flat
                 flat.count_ring(buffer.nbytes, role="gradients", passes=2)
                 future = allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the world
             else:
-                future = self._new_future()
                 self._reduction.begin(bucket, self.step, partial(self._complete, bucket, future))
             if bucket.is_last():
                 self._reduction.finish()
                 self._end_round()
         return future
 
-    @contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
+    def _own_stream(self) -> AbstractContextManager[object]:
         """Let the device's work wait for the gradients, but not the backward for this work."""
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.run.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _new_future(self) -> Future[Tensor]:
-        """Return a future that lets the stream of its waiter wait."""
-        return Future(devices=[] if self._stream is None else [self.run.device])
+        return torch.cuda.stream(self._stream)
 
     def _complete(self, bucket: GradBucket, future: Future[Tensor]) -> None:
         buffer = bucket.buffer()
         if self.run.finite_flags is not None:
             first, *others = bucket.parameters()
-            param = self.run.param_of(first)
-            assert param is not None  # its gradient was reduced
-            title = param.name + (f" or {len(others)} others" if others else "")
+            title = self.run.known_param(first).name
+            title += f" or {len(others)} others" if others else ""
             self.run.finite_flags.append((title, torch.isfinite(buffer).all()))
         future.set_result(buffer)
 
@@ -174,6 +165,7 @@ class AttachedModel:
         self.events.after_reduction()
         self.events.before_step()
         self.step += 1
+        self._accumulation.rounds += 1
         self.events.after_step()
 
     def _compare_rounds(self) -> None:
@@ -230,7 +222,6 @@ class AttachedModel:
         """
         self.step = self.events.load_state_dict(state)
         self._has_equal_rounds = False
-        self._accumulation.begin()
         self.events.rearm()
 
     # ---- figures ----
@@ -242,13 +233,12 @@ class AttachedModel:
 
     def workload(self) -> Workload:
         """Return the communication of a round."""
-        params: list[SentParam] = []
-        for param in self.run.params:
-            dtype = param.tensor.dtype
-            is_stock = dtype not in FLOATS
-            params.append(SentParam(param, dtype, dtype, trained=True, stock_gradients=is_stock))
+        params = [
+            SentParam(param, param.tensor.dtype, param.tensor.dtype, trained=True)
+            for param in self.run.params
+        ]
         params.sort(key=lambda sent: sent.stock_gradients)  # the line names their dtypes last
-        return Workload(params=[params], gathers=0.0, micro_steps=1)
+        return Workload(params=[params], gathers=0.0, gather=0, micro_steps=1)
 
     def sizes(self) -> list[Sizes]:
         """Return the sizes that decide the peak memory of a round."""
@@ -275,28 +265,30 @@ class AttachedModel:
             reasons.append(
                 f'scheme "{self.run.scheme.name}" quantizes nothing under DDP: take "eden4"'
             )
-        return LineParts(
-            layout="DDP",
-            stock=self.run.stock_volume(volume),
-            micro_steps=1,
-            period="step",
-            kept_bytes=0.0,
-            reasons=reasons,
-        )
+        return LineParts(layout="DDP", stock=self.run.stock_volume(volume), reasons=reasons)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of ``ds_quant.report``."""
         return {"front": "ddp", **figures(self.run), "line": self.line}
 
 
+def reduced_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the parameters that DDP reduces, with their positions among all and their names."""
+    for index, (name, parameter) in enumerate(ddp.module.named_parameters()):
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+            yield index, name, parameter
+
+
 class Accumulation:
-    """Warns of gradients that are sent several times per optimizer step, once."""
+    """Warns of gradients that are sent several times per optimizer step, once.
+
+    rounds: since the optimizer has stepped.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        # Rounds when the optimizer last stepped, and those of the optimizer step before.
-        self._rounds_at_step = 0
-        self._last_rounds = 0
+        self.rounds = 0
+        self._last_rounds = 0  # of the optimizer step before
         self._has_warned = False
         self._hook: Any = None  # of the optimizer, which holds this until ``stop``
 
@@ -309,22 +301,17 @@ class Accumulation:
         if self._hook is not None:
             self._hook.remove()
 
-    def begin(self) -> None:
-        """Count the rounds of an optimizer step from now on."""
-        self._rounds_at_step = self._run.step
-
     def _after_step(self, *_: Any) -> None:
         """Warn of two optimizer steps in a row with as many rounds each, more than one.
 
         A single step with several rounds has skipped updates: a GradScaler looks for its scale.
         """
-        rounds = self._run.step - self._rounds_at_step
-        if 1 < rounds == self._last_rounds and not self._has_warned:
+        if 1 < self.rounds == self._last_rounds and not self._has_warned:
             self._has_warned = True
             self._run.log(
-                f"{KEY}: {rounds} backwards per optimizer step send gradients, each with the sum "
-                "of those before it: more bytes and more error. Run all but the last one inside "
-                "no_sync() of the DDP model (logged once)"
+                f"{KEY}: {self.rounds} backwards per optimizer step send gradients, each with the "
+                "sum of those before it: more bytes and more error. Run all but the last one "
+                "inside no_sync() of the DDP model (logged once)"
             )
-        self._last_rounds = rounds
-        self.begin()
+        self._last_rounds = self.rounds
+        self.rounds = 0

@@ -25,13 +25,11 @@ from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, ranks_of_model
 from ds_quant.fsdp2.sharded_module import (
     gathered_dtype,
-    gradient_dtype,
     groups_of,
     refuse_unsupported,
     sharded_parameters,
 )
 from ds_quant.policy import refusals
-from ds_quant.policy.autotune import Work
 from ds_quant.runtime import log
 from ds_quant.runtime.handshake import handshake, model_facts
 from ds_quant.runtime.inactive import InactiveFront
@@ -39,7 +37,7 @@ from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.start import start
 from ds_quant.runtime.start_line import announce
-from ds_quant.runtime.tuning import tuned
+from ds_quant.runtime.tuning import tuned_front
 
 
 def attach(
@@ -91,18 +89,7 @@ def attach(
     refuse_unsupported(model)
     _refuse_optimizers(model, optimizers)
     ranks = _shake_hands(model, config, meshes)
-    config, notices = tuned(
-        config,
-        ranks.topology,
-        partial(_work, model),
-        stage=STAGE,
-        process_group=meshes.each[0].shard_group,
-        device=meshes.device,
-        has_streams=meshes.device.type != "cpu",
-        dist=dist,
-    )
-    front = AttachedModel(model, config.to_scheme(), ranks)
-    front.run.notices[:0] = notices
+    front = tuned_front(config, partial(AttachedModel, model, ranks))
     _begin(front, has_optimizer=bool(optimizers))
     front.connect(model, optimizers)
     return front
@@ -120,28 +107,6 @@ def _meshes(model: nn.Module) -> Meshes | None:
             "fully_shard before ds_quant.fsdp2.attach"
         )
     return meshes_of((name, group) for name, _, group in groups_of(model))
-
-
-def _work(model: nn.Module) -> Work:
-    """Return the sizes of a step's messages."""
-    groups = [group for _, _, group in groups_of(model)]
-    numels = []
-    trained = 0
-    for group in groups:
-        sizes = [member._orig_size.numel() for member in group.fsdp_params]
-        numels.append(sum(sizes))
-        for member, numel in zip(group.fsdp_params, sizes, strict=True):
-            trained += numel if member.sharded_param.requires_grad else 0
-    return Work(
-        numel=sum(numels),
-        trained=trained,
-        gather=max(numels),
-        bucket=max(numels),
-        dtype=gathered_dtype(groups[0], groups[0].fsdp_params[0]),
-        gradients=gradient_dtype(groups[0]),
-        micro_steps=1,
-        gathers=2.0,  # in forward and in backward
-    )
 
 
 def _begin(front: AttachedModel, *, has_optimizer: bool) -> None:

@@ -70,12 +70,14 @@ class QuantizedReduceScatter(ReduceScatter):
         group = sharded.group
         self._own = group._reduce_scatter_comm  # FSDP2's
         self._mesh_records = group.mesh_info, group.post_forward_mesh_info
+        # Plans, which hold no tensors but small tables: emptied when they are full.
         self._plans: PlanCache[tuple[torch.dtype, bool, float, tuple[bool, ...]], ReductionPlan]
         self._plans = PlanCache()
         self._has_gradient: tuple[bool, ...] = ()  # by parameter, in this backward
+        # The last backward of a step frees them, or ``discard``, if the accumulation is given up.
         self._partial_sums: dict[ReductionPlan, PartialSums] = {}
         self._has_users_hook = False  # of set_all_reduce_hook, in this backward
-        # With replicas, between the reduce-scatter and the all-reduce hook.
+        # With replicas: messages and sums, which the all-reduce hook of the same backward frees.
         self._begun: BegunReduction | None = None
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
         self.last_reductions = 0  # in the last one

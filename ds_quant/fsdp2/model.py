@@ -69,8 +69,8 @@ class AttachedModel:
     def __init__(
         self,
         model: nn.Module,
-        scheme: Scheme,
         ranks: RanksOfModel,
+        scheme: Scheme,
     ) -> None:
         self.step = 0
         self.run, modules = run_of(self, model, scheme, ranks)
@@ -99,7 +99,8 @@ class AttachedModel:
         ]
         self.events = StepEvents(self.run)
         self._has_unchecked_messages = False
-        self._undo: list[Undo] | None = None  # of ``connect``; None while nothing is attached
+        # Of ``connect``, with FSDP2's own collectives; ``detach`` frees them. None: not connected.
+        self._undo: list[Undo] | None = None
 
     # ---- life ----
 

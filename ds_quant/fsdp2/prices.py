@@ -14,9 +14,11 @@ from ds_quant.runtime.start_line import LineParts
 
 def workload_of(run: Run, modules: Sequence[ShardedModule], *, micro_steps: int) -> Workload:
     """Return the communication of an optimizer step."""
+    numels = [sum(param.shape.numel() for param in sharded.params) for sharded in modules]
     return Workload(
         params=[_sent_params(_of_level(modules, level)) for level in run.levels],
         gathers=2.0,  # in forward and in backward
+        gather=max(numels, default=0),
         micro_steps=micro_steps,
     )
 
@@ -66,8 +68,6 @@ def line_parts_of(
         weights=weights,
         gradients=gradients,
         kept_bytes=kept_bytes,
-        micro_steps=1,
-        period="step",
     )
 
 
@@ -83,7 +83,6 @@ def _sent_params(modules: Sequence[ShardedModule]) -> list[SentParam]:
             gradient_dtype=sharded.gradient_dtype,
             trained=param.trained,
             stock_weights=bool(sharded.fsdp_gathers),
-            stock_gradients=not sharded.reduces,
         )
         for sharded in modules
         for param, dtype in zip(sharded.params, sharded.dtypes, strict=True)

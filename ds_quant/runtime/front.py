@@ -16,6 +16,7 @@ import torch
 from ds_quant.config.errors import KEY
 from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
+from ds_quant.policy.scheme import FLOATS
 from ds_quant.runtime.param import Param
 
 
@@ -24,7 +25,7 @@ class SentParam(NamedTuple):
 
     dtype: of its gathered weights. gradient_dtype: in which its gradient is reduced.
     trained: it has a gradient.
-    stock_weights, stock_gradients: the front's library gathers or reduces it itself.
+    stock_weights: the front's library gathers it itself.
     """
 
     param: Param
@@ -32,7 +33,11 @@ class SentParam(NamedTuple):
     gradient_dtype: torch.dtype
     trained: bool
     stock_weights: bool = False
-    stock_gradients: bool = False
+
+    @property
+    def stock_gradients(self) -> bool:
+        """True if no codec takes its gradient: the front's library reduces it itself."""
+        return self.gradient_dtype not in FLOATS
 
     @property
     def spec(self) -> ParamSpec:
@@ -56,12 +61,14 @@ class Workload:
     """The communication of an optimizer step, the same for every scheme.
 
     params: of every level of the run.
-    gathers: of every weight in a micro-step. micro_steps: of an optimizer step.
+    gathers: of every weight in a micro-step. gather: elements of one gather.
+    micro_steps: of an optimizer step.
     stock_gradients: the front's library reduces all gradients itself.
     """
 
     params: Sequence[Sequence[SentParam]]
     gathers: float
+    gather: int
     micro_steps: int
     stock_gradients: bool = False
 

@@ -23,6 +23,7 @@ from ds_quant.comm.transport import Communicator, carries
 from ds_quant.config.errors import KEY
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import comm_volume
+from ds_quant.policy.memory import Sizes
 from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
@@ -108,6 +109,8 @@ class ProcessGroups:
     replicas: Any = None
 
 
+_WORLD = ProcessGroups()
+
 # ---- the run ----
 
 
@@ -118,10 +121,10 @@ class Run:
         front: answers what only the front's library knows.
         routes, topology, process_groups: of the first level.
         params: of the model.
-        device: of the collectives. has_streams: it works on streams.
+        device: of the collectives. has_streams: it works on streams; None: unless it is the CPU.
         dist: module with the collectives, DeepSpeed's if None.
-        notices: sentences that the start-up line adds.
 
+    notices: sentences that the start-up line adds.
     topology: all ranks of the run in their nodes.
     votes: all ranks of the run. Errors end all of them.
     world: the first level. Under DeepSpeed it has all ranks.
@@ -135,11 +138,10 @@ class Run:
         topology: Topology,
         params: Iterable[Param],
         *,
-        process_groups: ProcessGroups,
         device: torch.device,
-        has_streams: bool,
+        has_streams: bool | None = None,
+        process_groups: ProcessGroups = _WORLD,
         dist: Any = None,
-        notices: Sequence[str] = (),
     ) -> None:
         # - Scheme, ranks and parameters
         self._front = front
@@ -151,21 +153,22 @@ class Run:
         self._param_by_id: dict[int, Param] = {}
         self.add_params(params)
         self.state = SchemeState()
-        self.notices = list(notices)
+        self.notices: list[str] = []
 
         # - Counters and checks of the messages
         self.traffic = Traffic()
-        self.buffers = Buffers()
+        self.buffers = Buffers()  # as many as the largest step needs, freed with the run
         self.message_errors = MessageErrors()
         # Names of parameters or modules, each with a flag on the device: True if the received part
-        # of its gradient is finite. None if nobody reads the flags: see fallback.py.
+        # of its gradient is finite. Every vote frees them, and so does ``discard_gradients`` of
+        # FSDP2. None if nobody reads the flags: see fallback.py.
         self.finite_flags: list[tuple[str, Tensor]] | None = None
         if self.scheme.block.fallback.on_nonfinite != "skip":
             self.finite_flags = []
 
         # - Communicators by id of the process group, which they keep alive, and nodes of its ranks
         self._dist = dist
-        self._has_streams = has_streams
+        self._has_streams = device.type != "cpu" if has_streams is None else has_streams
         self._communicators: dict[tuple[int, Topology], Communicator] = {}
         self._level_of_group: dict[int, Level] = {}
         pace = presumed_pace(device, carries(process_groups.shards, device))
@@ -227,6 +230,10 @@ class Run:
     def param_of(self, parameter: Tensor) -> Param | None:
         """Return the record of a parameter, None if the model did not have it at the start."""
         return self._param_by_id.get(id(parameter))
+
+    def known_param(self, parameter: Tensor) -> Param:
+        """Return the record of a parameter that the model had at the start."""
+        return self._param_by_id[id(parameter)]
 
     # ---- communicators ----
 
@@ -425,6 +432,11 @@ class Run:
         """See ``Front.workload``."""
         return self._front.workload()
 
+    @property
+    def sizes(self) -> Sequence[Sizes]:
+        """See ``Front.sizes``."""
+        return self._front.sizes()
+
     def comm_volume(self, scheme: Scheme | None = None) -> ModelVolume:
         """Price a step of the run's scheme, or of another one, in bytes per parameter."""
         workload = self.workload
@@ -483,7 +495,7 @@ class Run:
 
     def peak_bytes(self, volume: ModelVolume) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
-        return volume.peak_bytes(self._front.sizes())
+        return volume.peak_bytes(self.sizes)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

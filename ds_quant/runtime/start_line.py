@@ -35,9 +35,9 @@ class LineParts:
 
     layout: str
     stock: str
-    micro_steps: int
-    period: str
-    kept_bytes: float
+    micro_steps: int = 1
+    period: str = "step"
+    kept_bytes: float = 0.0
     kept_where: str = ""
     between: str = "x"
     fetches: str = ""

@@ -205,6 +205,9 @@ class UnequalSteps(Exception):
 class WrittenWeights:
     """Fingerprints of this rank's shards: see [Note: written weights].
 
+    They take 8 bytes per piece of a shard, one more between ``note`` and the next vote, and live
+    as long as this.
+
     Args:
         dtypes: by shard, the dtype in which it is compared. A write that this dtype does not show
             counts as none.

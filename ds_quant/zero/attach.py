@@ -7,21 +7,20 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ds_quant.codec.module import load as load_codec
 from ds_quant.comm.topology import Topology
 from ds_quant.config.environment import VARIABLE
 from ds_quant.config.schema import QuantizedCommConfig
-from ds_quant.policy import autotune, refusals
+from ds_quant.policy import refusals
 from ds_quant.runtime import handshake, message_check
 from ds_quant.runtime.copies import WeightCache, compare_copies
 from ds_quant.runtime.fallback import fallback_of
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import announce
-from ds_quant.runtime.tuning import tuned
+from ds_quant.runtime.tuning import tuned_front
 from ds_quant.runtime.warmup import warm_up
 from ds_quant.zero import (
     accelerator,
@@ -40,7 +39,7 @@ from ds_quant.zero.engine import AttachedEngine
 from ds_quant.zero.equal_buckets import require_equal
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.front import EngineFront
-from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
+from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
@@ -48,32 +47,6 @@ from ds_quant.zero.replica import Replica
 from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.startup_line import line_of
 from ds_quant.zero.telemetry import Telemetry, is_read
-
-# ---- autotune ----
-
-
-def _work(engine: Engine, stage: int) -> autotune.Work:
-    """Return the sizes of a step's messages."""
-    numel, trained = sharded_params.elements(engine.module)
-    if stage == 3:
-        gather = numel // max(1, gathered_modules(engine.module))
-        gathers = predicted_gathers(engine)
-    else:
-        numel = trained
-        gather = engine.zero_allgather_bucket_size()
-        gathers = 1.0
-    dtypes = [p.dtype for p in engine.module.parameters() if p.is_floating_point()]
-    return autotune.Work(
-        numel=numel,
-        trained=trained,
-        gather=min(gather, numel),
-        bucket=min(engine.zero_reduce_bucket_size(), trained),
-        dtype=dtypes[0] if dtypes else torch.float32,
-        gradients=engine.communication_data_type,
-        micro_steps=engine.gradient_accumulation_steps(),
-        gathers=gathers,
-    )
-
 
 # ---- attach ----
 
@@ -138,26 +111,15 @@ def _make_front(
             node_size=topology.node_size,
             model_bytes=sharded_params.total_bytes(engine.module),
         )
-    stock_gradients_reason = muon.stock_gradients_reason(engine)
-    config, notices = tuned(
-        config,
-        topology,
-        partial(_work, engine, stage),
-        stage=stage,
-        process_group=None,
-        device=accelerator.device(),
-        has_streams=accelerator.has_streams(),
-        stock_gradients=stock_gradients_reason is not None,
-    )
-    return EngineFront(
+    make = partial(
+        EngineFront,
         engine,
-        config.to_scheme(),
         topology,
         served_params=_served_params(engine, optimizer) if topology.world > 1 else (),
         gather_count=GatherCount(engine) if stage == 3 else None,
-        stock_gradients_reason=stock_gradients_reason,
-        notices=notices,
+        stock_gradients_reason=muon.stock_gradients_reason(engine),
     )
+    return tuned_front(config, make)
 
 
 def _served_params(engine: Engine, optimizer: Any) -> list[tuple[Tensor, object]]:

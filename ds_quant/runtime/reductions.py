@@ -34,13 +34,13 @@ def reduced_codecs(
     full_precision: nothing is quantized in this step.
     """
     hops = len(level.hops)
-    found: list[GradientCodecs] = []
+    gradient_codecs: list[GradientCodecs] = []
     for param in params:
         codecs = full_precision_gradient(dtype, hops)
         if not full_precision:
             codecs = param.gradient_codecs(dtype, rank=level.hierarchy.rank, hops=hops)
-        found.append(tight_if_small(param.shape.numel(), codecs, dtype))
-    return found
+        gradient_codecs.append(tight_if_small(param.shape.numel(), codecs, dtype))
+    return gradient_codecs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,12 +76,12 @@ def plan_return(
     first: element of the reduced tensor at which the result begins.
     """
     assert level.returning is not None  # several ranks hold the same weights
-    found: list[GradientCodecs] = []
+    returned_codecs: list[GradientCodecs] = []
     for param in params:
         codecs = full_precision_gradient(dtype, 1)
         if not full_precision:
             codecs = param.returned_codecs(dtype, rank=level.hierarchy.rank)
-        found.append(tight_if_small(param.shape.numel(), codecs, dtype))
+        returned_codecs.append(tight_if_small(param.shape.numel(), codecs, dtype))
     pieces: list[Piece] = []
     for index, segment in enumerate(segments):
         sender = segment.reducer
@@ -98,5 +98,5 @@ def plan_return(
             target=segment.start - first,
         )
         pieces.append(piece)
-    exchange = ReturnedSums(pieces, [codecs.spec for codecs in found], level.returning)
-    return ReturnedGradients(codecs=found, exchange=exchange)
+    exchange = ReturnedSums(pieces, [codecs.spec for codecs in returned_codecs], level.returning)
+    return ReturnedGradients(codecs=returned_codecs, exchange=exchange)

@@ -75,10 +75,10 @@ def started(configs: list[dict[str, Any]]) -> tuple[str, float]:
 
     begun, compare = 0, handshake.handshake
 
-    def noted(**facts: Any) -> int:
+    def noted(*args: Any, **facts: Any) -> int:
         nonlocal begun
         begun = collectives_issued()
-        return compare(**facts)
+        return compare(*args, **facts)
 
     message, start = "", time.monotonic()
     with patch.object(handshake, "handshake", noted):

@@ -252,6 +252,9 @@ class EngineOfNobody:
     def gradient_accumulation_steps(self) -> int:
         return self.micro_steps
 
+    def zero_allgather_bucket_size(self) -> int:
+        return 5 * 10**8
+
 
 class SimulatedRank(EngineFront):
     """The front of one rank, with communicators to the other ranks of this process."""
@@ -259,13 +262,13 @@ class SimulatedRank(EngineFront):
     def __init__(self, engine: EngineOfNobody, scheme: Scheme, rank: int, network: Network) -> None:
         self.number = rank
         self.network = network
-        super().__init__(cast(Engine, engine), scheme, network.topology)
+        super().__init__(cast(Engine, engine), network.topology, scheme)
         self.partial_gradients: PartialGradients | None = None
         if self.run.routes.gradients().keeps_partial_sums:
             self.partial_gradients = PartialGradients(cast(Engine, engine))
         self.reduction = ShardReduction(self, self.partial_gradients)
 
-    def _make_run(self, routes: Routes, topology: Topology, notices: Sequence[str]) -> Run:
+    def _make_run(self, routes: Routes, topology: Topology) -> Run:
         return SimulatedRun(
             self,
             routes,

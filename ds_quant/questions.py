@@ -15,11 +15,13 @@ def report(target: Any) -> dict[str, Any] | None:
     if _is_ddp(target):
         from ds_quant.ddp import attaching as ddp_attaching
 
-        return ddp_attaching.report(target)
+        ddp_front = ddp_attaching.front_of(target)
+        return None if ddp_front is None else ddp_front.figures()
     if _is_sharded_model(target):
         from ds_quant.fsdp2 import attaching
 
-        return attaching.report(target)
+        front = attaching.front_of(target)
+        return None if front is None else front.figures()
     from ds_quant.zero import attach as engine_attach
 
     return engine_attach.report(target)

@@ -285,7 +285,8 @@ class GradientSums:
             total = self.own[piece.part] + piece.start
         elif piece.reducer == rank:
             total = self._new_offset(piece.stop - piece.start)
-        return share.part(piece.start, piece.stop)._replace(reducer=piece.reducer, total=total)
+        part = share.part(piece.start, piece.stop, reducer=piece.reducer)
+        return part._replace(total=total)
 
     def begin(
         self,

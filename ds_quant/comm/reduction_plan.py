@@ -138,12 +138,13 @@ class Segment(NamedTuple):
     vector: int | None = None
     slot: int = 0
 
-    def part(self, start: int, stop: int) -> Segment:
-        """Return elements [start, stop) of the segment."""
+    def part(self, start: int, stop: int, *, reducer: int | None = None) -> Segment:
+        """Return elements [start, stop) of the segment. reducer: sums them; None: as before."""
         return self._replace(
             start=self.start + start,
             numel=stop - start,
             first=self.first + start,
+            reducer=self.reducer if reducer is None else reducer,
             total=self.total + start,
         )
 

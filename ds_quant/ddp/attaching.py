@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,26 +14,14 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
 from ds_quant.config import environment
-from ds_quant.config.environment import KILL_VARIABLE
 from ds_quant.config.errors import KEY
-from ds_quant.config.presets import AUTOTUNE
-from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp import hook as hooks
-from ds_quant.ddp.gradients import RUN_NUMEL
-from ds_quant.ddp.model import STAGE, AttachedModel
-from ds_quant.kernels import dispatch
-from ds_quant.policy.autotune import Work
-from ds_quant.runtime.fallback import kill_file
-from ds_quant.runtime.handshake import handshake, model_digest
+from ds_quant.ddp.model import AttachedModel, reduced_parameters
+from ds_quant.runtime.handshake import handshake, model_facts
 from ds_quant.runtime.inactive import InactiveFront
+from ds_quant.runtime.start import UnsupportedModel, start
 from ds_quant.runtime.start_line import announce
-from ds_quant.runtime.telemetry import unwritable
-from ds_quant.runtime.tuning import tuned
-from ds_quant.runtime.warmup import warm_up
-
-
-class UnsupportedModel(ValueError):
-    """A setting of DDP that cannot work with the block."""
+from ds_quant.runtime.tuning import tuned_front
 
 
 def attach(
@@ -69,91 +57,44 @@ def attach(
     if config is None:
         return InactiveFront(environment.reason_of_no_block(block))
     ddp = _ddp_of(model)
-    hook = hooks.find(ddp)
-    if hook is not None and isinstance(hook.reducer, AttachedModel):
-        return _attached_before(hook.reducer, config)
+    attached = front_of(ddp)
+    if attached is not None:
+        if attached.block != config:
+            raise RuntimeError(
+                f"{KEY}: this model is attached already, with another block: call detach() of its "
+                "front first"
+            )
+        return attached
     refuse_unsupported(ddp)
     config.validate_world(dist.get_world_size())
-    trained = {name: p for name, p in _reduced_parameters(ddp)}
-    if not trained:
+    if not any(reduced_parameters(ddp)):
         return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
-    if hook is None:
-        hook = hooks.register(ddp)
-    topology = _shake_hands(ddp, config)
-    notices: list[str] = []
-    written = config
-    if config.scheme == AUTOTUNE:
-        config, notices = tuned(
-            config,
-            topology,
-            _work(trained),
-            stage=STAGE,
-            process_group=None,
-            device=ddp.device,
-            has_streams=ddp.device.type != "cpu",
-            dist=dist,
-        )
-    index = {name: place for place, (name, _) in enumerate(ddp.module.named_parameters())}
-    front = AttachedModel(hook, trained, index, config.to_scheme(), topology, ddp.device, written)
-    front.run.notices += notices
-    _begin(front, ddp, optimizer)
+    hook = hooks.find(ddp) or hooks.register(ddp)
+    node_size = handshake(config, facts=model_facts("ddp", ddp.module), device=ddp.device)
+    topology = Topology(world=dist.get_world_size(), node_size=node_size)
+    make = partial(AttachedModel, ddp, hook, topology, config)
+    front = tuned_front(config, make)
+    front.run.notices += _bypassing(ddp)
+    start(front.run, front.events, resync=lambda: None)  # no rank caches weights
+    announce(front.run, front.line_parts())
+    if optimizer is not None:
+        front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
+    front.connect()
     return front
 
 
-def _attached_before(front: AttachedModel, config: QuantizedCommConfig) -> AttachedModel:
-    if front.block != config:
-        raise RuntimeError(
-            f"{KEY}: this model is attached already, with another block: call detach() of its "
-            "front first"
-        )
-    return front
-
-
-def _begin(front: AttachedModel, ddp: DistributedDataParallel, optimizer: Any) -> None:
-    """Start the checks, connect the model, and log the start-up line."""
-    run = front.run
-    block = run.scheme.block
+def _bypassing(ddp: DistributedDataParallel) -> Iterator[str]:
+    """Yield a notice of trained parameters that DDP gives to no hook."""
     ignored = [
         name
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name in ddp.parameters_to_ignore
     ]
     if ignored:
-        run.notices.append(
+        yield (
             f"not through DDP's hook: {len(ignored)} of delay_all_reduce_named_params or that DDP "
             f"ignores, such as {ignored[0]}: nothing of them is quantized or counted"
         )
-    if run.topology.world == 1:
-        run.notices.append("single rank: nothing to communicate")
-    else:
-        if kill_file() is not None:
-            run.notices.append(f"{KILL_VARIABLE} watched")
-        if kill_file() is not None or block.fallback.on_nonfinite != "skip":
-            front.fall_back(block.fallback)
-        if block.metrics.file is not None and block.metrics.interval and dist.get_rank() == 0:
-            front.write_metrics(block.metrics)
-        if run.device.type == "cuda":
-            warm_up(run, front.message_kinds())
-    if optimizer is not None:
-        front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
-    front.connect()
-    announce(run, front.line_parts())
-
-
-def _work(parameters: Mapping[str, torch.Tensor]) -> Work:
-    """Return the sizes of a round's messages."""
-    numel = sum(parameter.numel() for parameter in parameters.values())
-    dtype = next(iter(parameters.values())).dtype
-    return Work(
-        numel=numel,
-        trained=numel,
-        gather=0,
-        bucket=min(numel, RUN_NUMEL),
-        dtype=dtype,
-        gradients=dtype,
-        micro_steps=1,
-        gathers=0.0,
-    )
 
 
 def front_of(model: nn.Module) -> AttachedModel | None:
@@ -164,12 +105,6 @@ def front_of(model: nn.Module) -> AttachedModel | None:
             if hook is not None and isinstance(hook.reducer, AttachedModel):
                 return hook.reducer
     return None
-
-
-def report(model: nn.Module) -> dict[str, Any] | None:
-    """Report what this rank has received so far; None without a block. See ``ds_quant.report``."""
-    front = front_of(model)
-    return None if front is None else front.figures()
 
 
 # ---- the model ----
@@ -194,13 +129,6 @@ def _ddp_of(model: object) -> DistributedDataParallel:
         f"that holds one; {problem}. Wrap the model first (Trainer: trainer.model_wrapped, "
         "Lightning: trainer.strategy.model), and attach each of several on its own"
     )
-
-
-def _reduced_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters that DDP reduces, with their names."""
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
-            yield name, parameter
 
 
 def refuse_unsupported(ddp: DistributedDataParallel) -> None:
@@ -234,28 +162,3 @@ def refuse_unsupported(ddp: DistributedDataParallel) -> None:
         )
     if problems:
         raise UnsupportedModel("; ".join(f"{KEY}: {problem}" for problem in problems))
-
-
-def _shake_hands(ddp: DistributedDataParallel, config: QuantizedCommConfig) -> Topology:
-    """Compare the settings of all ranks, and return their nodes.
-
-    Raises:
-        StartError: see ``handshake``.
-    """
-    world = dist.get_world_size()
-    rank = dist.get_rank()
-    node_size = handshake(
-        config=config,
-        must={
-            "front": "ddp",
-            "torch": torch.__version__.partition("+")[0],
-            "parameters": model_digest(ddp.module),
-            # All ranks must vote, or none: a vote of some would hang.
-            KILL_VARIABLE: "unset" if kill_file() is None else "set",
-        },
-        kernels=dispatch.describe(ddp.device, config.backend),
-        rank=rank,
-        world=world,
-        fault=unwritable(config.metrics, rank),
-    )
-    return Topology(world=world, node_size=config.node_size or node_size)

@@ -34,16 +34,10 @@ from torch.distributed import GradBucket
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
-from ds_quant.comm.returned_sums import Piece, ReturnedSums
 from ds_quant.comm.small_tensors import small_tensors_last
-from ds_quant.runtime.param import (
-    GradientCodecs,
-    Param,
-    bind,
-    full_precision_gradient,
-    tight_if_small,
-)
+from ds_quant.runtime.param import GradientCodecs, Param, bind
 from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.reductions import ReturnedGradients, plan_return, reduced_codecs
 from ds_quant.runtime.run import Run
 
 RUN_NUMEL = 1 << 23  # elements: a bucket of fp32 gradients has 6.6 million by default
@@ -62,8 +56,7 @@ class _Plan:
     stop: int
     gradient_codecs: Sequence[GradientCodecs]
     sums: GradientSums
-    returned_codecs: Sequence[GradientCodecs]
-    returned: ReturnedSums
+    returned: ReturnedGradients
 
 
 class BucketReduction:
@@ -71,9 +64,11 @@ class BucketReduction:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        # Plans, which hold no tensors but small tables: emptied when they are full.
         self._plans: PlanCache[tuple[tuple[int, ...], torch.dtype, bool], list[_Plan]]
         self._plans = PlanCache()
-        self._in_flight: list[Iterator[None]] = []  # oldest first
+        # Oldest first, each with its messages and sums; ``finish`` frees them in every round.
+        self._in_flight: list[Iterator[None]] = []
         self._placements = placements(run.params, run.world.hierarchy.size)
 
     def begin(self, bucket: GradBucket, step: int, then: Callable[[], None]) -> None:
@@ -85,12 +80,12 @@ class BucketReduction:
         buffer = bucket.buffer()
         plans = self._plans_of(bucket)
         for plan in plans:
-            is_last = plan is plans[-1]
-            exchanges = self._reduce(plan, buffer[plan.start : plan.stop], step)
+            on_end = then if plan is plans[-1] else None
+            exchanges = self._reduce(plan, buffer[plan.start : plan.stop], step, on_end)
             with profiler_range("reduce", f"bucket {bucket.index()}"):
                 next(exchanges)
                 self._advance()
-            self._in_flight.append(_followed_by(exchanges, then) if is_last else exchanges)
+            self._in_flight.append(exchanges)
 
     def finish(self) -> None:
         """Return when all buckets are reduced."""
@@ -101,10 +96,12 @@ class BucketReduction:
         """Let every run in flight finish an exchange and post its next one."""
         self._in_flight = [each for each in self._in_flight if next(each, _END) is not _END]
 
-    def _reduce(self, plan: _Plan, gradients: Tensor, step: int) -> Iterator[None]:
+    def _reduce(
+        self, plan: _Plan, gradients: Tensor, step: int, then: Callable[[], None] | None
+    ) -> Iterator[None]:
         """Reduce a run in place; yields after every exchange that it has posted.
 
-        gradients: (elements,), a view of the bucket.
+        gradients: (elements,), a view of the bucket. then: called at the end.
         """
         bound_codecs, rotations = bind(plan.gradient_codecs, step, step)
         sums = plan.sums.new_sums(gradients.device)
@@ -114,12 +111,12 @@ class BucketReduction:
             reduction.advance()
             yield
         reduction.wait()
-        returned_codecs, signs = bind(plan.returned_codecs, step, step)
-        bound = [codec for (codec,) in returned_codecs]
-        returned = plan.returned.send(sums, gradients, bound, signs)
+        returned = plan.returned.send(sums, gradients, step)
         del reduction, sums
         yield
         returned.wait()
+        if then is not None:
+            then()
 
     # ---- plans ----
 
@@ -130,11 +127,7 @@ class BucketReduction:
         key = (tuple(map(id, parameters)), dtype, full)
         plans = self._plans.get(key)
         if plans is None:
-            params: list[Param] = []
-            for parameter in parameters:
-                param = self._run.param_of(parameter)
-                assert param is not None  # DDP reduces the parameters that it had at the start
-                params.append(param)
+            params = [self._run.known_param(parameter) for parameter in parameters]
             plans = self._plans.add(key, [])
             start = 0
             for members in runs_of(params):
@@ -152,44 +145,17 @@ class BucketReduction:
     def _plan(self, params: Sequence[Param], start: int, dtype: torch.dtype, full: bool) -> _Plan:
         """Plan a run. full: nothing is quantized."""
         world = self._run.world
-        rank, hops = world.hierarchy.rank, len(world.hops)
-        gradient_codecs: list[GradientCodecs] = []
-        returned_codecs: list[GradientCodecs] = []
-        for param in params:
-            reduced = full_precision_gradient(dtype, hops)
-            returned = full_precision_gradient(dtype, 1)
-            if not full:
-                reduced = param.gradient_codecs(dtype, rank=rank, hops=hops)
-                returned = param.returned_codecs(dtype, rank=rank)
-            gradient_codecs.append(tight_if_small(param, reduced, dtype))
-            returned_codecs.append(tight_if_small(param, returned, dtype))
-        numels = [param.shape.numel() for param in params]
-        specs = [codecs.spec for codecs in gradient_codecs]
+        gradient_codecs = reduced_codecs(world, params, dtype, full_precision=full)
+        specs = [each.spec for each in gradient_codecs]
         segments = self._segments(params, specs)
-        sums = GradientSums(
-            segments, specs, world.hops, world.hierarchy.flat, scale=1 / world.hierarchy.size
-        )
-        pieces = [
-            Piece(
-                sender=segment.reducer,
-                gradient=segment.gradient,
-                numel=segment.numel,
-                first=segment.first,
-                source=sums.own.get(index, 0),
-                target=segment.start,
-            )
-            for index, segment in enumerate(segments)
-        ]
-        assert world.returning is not None  # every rank has a replica
+        scale = 1 / world.hierarchy.size
+        sums = GradientSums(segments, specs, world.hops, world.hierarchy.flat, scale)
         return _Plan(
             start=start,
-            stop=start + sum(numels),
+            stop=start + sum(param.shape.numel() for param in params),
             gradient_codecs=gradient_codecs,
             sums=sums,
-            returned_codecs=returned_codecs,
-            returned=ReturnedSums(
-                pieces, [codecs.spec for codecs in returned_codecs], world.returning
-            ),
+            returned=plan_return(world, params, dtype, segments, sums, full_precision=full),
         )
 
     def _segments(self, params: Sequence[Param], specs: Sequence[GradientSpec]) -> list[Segment]:
@@ -197,25 +163,13 @@ class BucketReduction:
         starts = list(accumulate((param.shape.numel() for param in params), initial=0))
         segments: list[Segment] = []
         for index in small_tensors_last([spec.codecs[-1] for spec in specs]):
-            placement = self._placements[params[index]]
             numel = params[index].shape.numel()
-            for start, stop, rank in placement.pieces(numel, specs[index].unit):
-                segments.append(
-                    Segment(
-                        tensor=0,
-                        start=starts[index] + start,
-                        numel=stop - start,
-                        gradient=index,
-                        first=start,
-                        reducer=rank,
-                    )
-                )
+            whole = Segment(
+                tensor=0, start=starts[index], numel=numel, gradient=index, first=0, reducer=0
+            )
+            pieces = self._placements[params[index]].pieces(numel, specs[index].unit)
+            segments += [whole.part(start, stop, reducer=rank) for start, stop, rank in pieces]
         return segments
-
-
-def _followed_by(exchanges: Iterator[None], then: Callable[[], None]) -> Iterator[None]:
-    yield from exchanges
-    then()
 
 
 def runs_of(params: Sequence[Param]) -> Iterator[list[Param]]:

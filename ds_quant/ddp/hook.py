@@ -27,7 +27,7 @@ class Hook:
     """The state of the hook of one model.
 
     reducer: reduces the buckets; None: torch's own hook does, before ``attach`` is through and
-        after ``detach``.
+        after ``detach``, which frees it.
 
     Must not refer to the model, which could never be freed: torch's C++ code holds the hook.
     """

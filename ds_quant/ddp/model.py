@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,28 +12,25 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.comm.topology import Topology
 from ds_quant.config.errors import KEY
-from ds_quant.config.schema import FallbackConfig, MetricsConfig, QuantizedCommConfig
+from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp.gradients import RUN_NUMEL, BucketReduction
 from ds_quant.ddp.hook import Hook
-from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import FLOATS, Scheme
-from ds_quant.runtime.copies import differing_ranks, replicas_differ
-from ds_quant.runtime.fallback import Fallback
+from ds_quant.runtime.copies import compare_replicas, compares_replicas
 from ds_quant.runtime.figures import figures
-from ds_quant.runtime.front import Workload, saved_step
+from ds_quant.runtime.front import SentParam, Workload
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
-from ds_quant.runtime.run import ProcessGroups, Run
+from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import LineParts, full_line
-from ds_quant.runtime.telemetry import StepTelemetry
-from ds_quant.runtime.warmup import MessageKinds
+from ds_quant.runtime.step_events import StepEvents
 
 STAGE = 0  # nothing is sharded
 
@@ -44,8 +41,11 @@ class AttachedModel:
     A ``torch.distributed.checkpoint`` Stateful: ``state_dict`` holds the number of rounds, which
     names the random bits, so that a resumed run repeats them. See [Note: rounds] of gradients.py.
 
+    Its hook holds it until ``detach``, and lives as long as the model. It holds the model's
+    parameters, but not the model.
+
+    ddp: the model, of which nothing else is kept.
     hook: the model's communication hook.
-    parameters: those that DDP reduces, by name; index: their positions among all parameters.
     block: as it was given, perhaps with "autotune".
 
     step: finished rounds.
@@ -53,53 +53,42 @@ class AttachedModel:
 
     def __init__(
         self,
+        ddp: DistributedDataParallel,
         hook: Hook,
-        parameters: dict[str, Tensor],
-        index: dict[str, int],
-        scheme: Scheme,
         topology: Topology,
-        device: torch.device,
         block: QuantizedCommConfig,
+        scheme: Scheme,
     ) -> None:
-        routes = Routes(
-            scheme=scheme, stage=STAGE, nodes=topology.nodes, node_size=topology.node_size
-        )
+        routes = Routes.over(topology, scheme, stage=STAGE)
         params = [
             Param(
-                index=index[name],
+                index=index,
                 name=name,
                 shape=parameter.shape,
                 trained=True,
                 tensor=parameter,
                 routes=routes,
             )
-            for name, parameter in parameters.items()
+            for index, name, parameter in reduced_parameters(ddp)
         ]
+        device = ddp.device
         self.step = 0
         self.run = Run(
             self,
             routes,
             topology,
             params,
-            process_groups=ProcessGroups(),
             device=device,
-            has_streams=device.type != "cpu",
             dist=torch.distributed,
         )
+        self.events = StepEvents(self.run)
         self.block = block
         self._hook = hook
         self._reduction = BucketReduction(self.run)
         # Encodes, waits and decodes while backward goes on.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._telemetry: StepTelemetry | None = None
-        self._fallback: Fallback | None = None
-        self._found_nonfinite = False
         self._has_equal_rounds = False  # compared since the start or the last load
-        # Rounds when the optimizer last stepped, and those of the optimizer step before.
-        self._step_of_optimizer = 0
-        self._rounds_of_optimizer = 0
-        self._has_warned = False
-        self._optimizer_hook: Any = None
+        self._accumulation = Accumulation(self.run)
 
     # ---- life ----
 
@@ -109,17 +98,7 @@ class AttachedModel:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Notice gradients that are sent several times per optimizer step."""
-        self._optimizer_hook = optimizer.register_step_post_hook(self._after_optimizer_step)
-
-    def write_metrics(self, settings: MetricsConfig) -> None:
-        """Write metrics of later rounds."""
-        self._telemetry = StepTelemetry(self.run, settings)
-        self._telemetry.arm()
-
-    def fall_back(self, settings: FallbackConfig) -> None:
-        """Vote in every round: see runtime/fallback.py. A collective of all ranks."""
-        self._fallback = Fallback(self.run, settings, lambda: None)  # no rank caches weights
-        self._fallback.vote()  # a kill file may exist already
+        self._accumulation.follow(optimizer)
 
     def detach(self) -> None:
         """Let torch reduce the gradients in full precision. Call it on all ranks, between rounds.
@@ -127,8 +106,7 @@ class AttachedModel:
         The model's hook stays: torch removes none.
         """
         self._hook.reducer = None
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
+        self._accumulation.stop()
 
     # ---- a round ----
 
@@ -144,46 +122,38 @@ class AttachedModel:
         """
         self.run.refuse_capture()
         buffer = bucket.buffer()
-        with self._on_own_stream():
+        # Lets the stream of its waiter wait.
+        future: Future[Tensor] = Future(devices=[] if self._stream is None else [self.run.device])
+        with self._own_stream():
             if bucket.index() == 0:
                 self._compare_rounds()
                 self._compare_replicas(buffer)
             if self.run.topology.world == 1:
-                future = self._new_future()
                 self._complete(bucket, future)
             elif bucket.parameters()[0].dtype not in FLOATS:  # complex ones have a real buffer
                 flat = self.run.world.hierarchy.flat
                 flat.count_ring(buffer.nbytes, role="gradients", passes=2)
                 future = allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the world
             else:
-                future = self._new_future()
                 self._reduction.begin(bucket, self.step, partial(self._complete, bucket, future))
             if bucket.is_last():
                 self._reduction.finish()
                 self._end_round()
         return future
 
-    @contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
+    def _own_stream(self) -> AbstractContextManager[object]:
         """Let the device's work wait for the gradients, but not the backward for this work."""
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.run.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _new_future(self) -> Future[Tensor]:
-        """Return a future that lets the stream of its waiter wait."""
-        return Future(devices=[] if self._stream is None else [self.run.device])
+        return torch.cuda.stream(self._stream)
 
     def _complete(self, bucket: GradBucket, future: Future[Tensor]) -> None:
         buffer = bucket.buffer()
         if self.run.finite_flags is not None:
             first, *others = bucket.parameters()
-            param = self.run.param_of(first)
-            assert param is not None  # its gradient was reduced
-            title = param.name + (f" or {len(others)} others" if others else "")
+            title = self.run.known_param(first).name
+            title += f" or {len(others)} others" if others else ""
             self.run.finite_flags.append((title, torch.isfinite(buffer).all()))
         future.set_result(buffer)
 
@@ -191,13 +161,11 @@ class AttachedModel:
         """Check the gradients of all buckets before the optimizer uses them."""
         if self.run.scheme.block.payload_checksum:
             check_messages(self.run)
-        if self._fallback is not None:
-            self._found_nonfinite = self._fallback.vote()
+        self.events.after_reduction()
+        self.events.before_step()
         self.step += 1
-        if self._fallback is not None:
-            self._fallback.after_step(skipped=False)
-        if self._telemetry is not None:
-            self._telemetry.after_step()
+        self._accumulation.rounds += 1
+        self.events.after_step()
 
     def _compare_rounds(self) -> None:
         """Compare the number of rounds of all ranks, in the first one after a start or a load.
@@ -217,7 +185,7 @@ class AttachedModel:
             )
 
     def _compare_replicas(self, gradients: Tensor) -> None:
-        """Compare the weights of all ranks every ``checksum_steps`` rounds, and after the first.
+        """Compare the weights of all ranks, every ``checksum_steps`` rounds.
 
         A rank that has left ``join()`` early goes on with old weights and gradients of zeros until
         the others have ended. So a rank whose first bucket is zero is not compared.
@@ -225,14 +193,11 @@ class AttachedModel:
         Raises:
             RuntimeError: on all ranks, if weights differ.
         """
-        every = self.run.scheme.block.checksum_steps
-        if not every or not self.step or (self.step % every and self.step > 1):
+        if not compares_replicas(self.run, self.step):
             return
         owner = 0 if gradients.any() else 1 + self.run.world.hierarchy.rank
         weights = [param.tensor for param in self.run.params]
-        differing = differing_ranks(self.run, [(owner, weights)], self.step)
-        if differing:
-            raise replicas_differ(self.step, differing)
+        compare_replicas(self.run, [(owner, weights)], self.step)
 
     def found_nonfinite(self) -> bool:
         """Return True on all ranks if gradients of the last round hold NaN or Inf.
@@ -240,37 +205,13 @@ class AttachedModel:
         Raises:
             RuntimeError: nothing is watched.
         """
-        if self._fallback is None or self.run.finite_flags is None:
-            raise RuntimeError(
-                f'{KEY}.fallback.on_nonfinite="skip": nothing looks at the gradients: allowed for '
-                'front.found_nonfinite(): "full_precision", "raise"'
-            )
-        return self._found_nonfinite
-
-    def _after_optimizer_step(self, *_: Any) -> None:
-        """Warn once of two optimizer steps in a row with as many rounds each, more than one.
-
-        A single step with several rounds has skipped updates: a GradScaler looks for its scale.
-        """
-        rounds = self.step - self._step_of_optimizer
-        if 1 < rounds == self._rounds_of_optimizer and not self._has_warned:
-            self._has_warned = True
-            self.run.log(
-                f"{KEY}: {rounds} backwards per optimizer step send gradients, each with the sum "
-                "of those before it: more bytes and more error. Run all but the last one inside "
-                "no_sync() of the DDP model (logged once)"
-            )
-        self._step_of_optimizer = self.step
-        self._rounds_of_optimizer = rounds
+        return self.events.watched_gradients().found_nonfinite
 
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint: the number of rounds."""
-        state: dict[str, Any] = {"step": self.step}
-        if self.run.finite_flags is not None:
-            state["exact_until"] = self.run.state.exact_until
-        return state
+        return self.events.state_dict(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a checkpoint's state. Call it on all ranks, with equal states.
@@ -278,12 +219,9 @@ class AttachedModel:
         Raises:
             ValueError: a state without a number of rounds.
         """
-        self.step = saved_step(state)
+        self.step = self.events.load_state_dict(state)
         self._has_equal_rounds = False
-        self.run.state.exact_until = int(state.get("exact_until", 0))
-        self._step_of_optimizer = self.step
-        if self._telemetry is not None:
-            self._telemetry.arm()  # the step has jumped
+        self.events.rearm()
 
     # ---- figures ----
 
@@ -294,22 +232,12 @@ class AttachedModel:
 
     def workload(self) -> Workload:
         """Return the communication of a round."""
-        param_specs = [
-            ParamSpec(
-                name=param.name,
-                shape=tuple(param.shape),
-                dtype=param.tensor.dtype,
-                trainable=True,
-                stock_gradients=param.tensor.dtype not in FLOATS,
-            )
+        params = [
+            SentParam(param, param.tensor.dtype, param.tensor.dtype, trained=True)
             for param in self.run.params
         ]
-        return Workload(
-            param_specs=[param_specs],
-            gathers=0.0,
-            micro_steps=1,
-            gradient_dtype=self._dtypes[0],
-        )
+        params.sort(key=lambda sent: sent.stock_gradients)  # the line names their dtypes last
+        return Workload(params=[params], gathers=0.0, gather=0, micro_steps=1)
 
     def sizes(self) -> list[Sizes]:
         """Return the sizes that decide the peak memory of a round."""
@@ -318,28 +246,10 @@ class AttachedModel:
             trained=sum(numels),
             largest=max(numels),
             bucket=RUN_NUMEL,
-            itemsize=self._dtypes[0].itemsize,
             under_way=1 + len(self.run.world.hops),
             slicing=self.run.slicing,
         )
         return [sizes]
-
-    def message_kinds(self) -> MessageKinds:
-        """Return dtypes and levels of the messages, for ``warm_up``."""
-        return MessageKinds(
-            weight_dtypes=[],
-            gradient_dtype=self._dtypes[0],
-            reducing=[self.run.world],
-            all_levels=[self.run.world],
-            crosses_once=False,
-            has_few_ranks=False,
-        )
-
-    @property
-    def _dtypes(self) -> Sequence[torch.dtype]:
-        """The dtypes of the gradients, those that the block sends first."""
-        dtypes = dict.fromkeys(param.tensor.dtype for param in self.run.params)
-        return sorted(dtypes, key=lambda dtype: dtype not in FLOATS)
 
     @property
     def line(self) -> str:
@@ -349,8 +259,7 @@ class AttachedModel:
     def line_parts(self) -> LineParts:
         """Return the part of the start-up lines that DDP knows."""
         volume = self.run.comm_volume()
-        names = [CAST_NAMES.get(d, str(d).removeprefix("torch.")) for d in self._dtypes]
-        nbytes = sum(2 * param.tensor.nbytes for param in self.run.params)  # of an all-reduce
+        stock_bytes, stock_dtypes = self.run.stock_volume(volume)
         reasons: list[str] = []
         if self.run.scheme.gradients is None and self.run.topology.world > 1:
             reasons.append(
@@ -359,18 +268,56 @@ class AttachedModel:
         return LineParts(
             layout="DDP",
             volume=volume,
-            stock_bytes=nbytes / max(1, volume.numel),
-            stock_dtypes=" + ".join(names),
-            micro_steps=1,
-            period="step",
-            kept_bytes=0.0,
+            stock_bytes=stock_bytes,
+            stock_dtypes=stock_dtypes,
             reasons=reasons,
         )
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of ``ds_quant.report``."""
-        return {
-            "front": "ddp",
-            **figures(self.run, micro_steps=1, kept_bytes=0, held_bytes=0, accumulates=False),
-            "line": self.line,
-        }
+        return {"front": "ddp", **figures(self.run), "line": self.line}
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the parameters that DDP reduces, with their positions among all and their names."""
+    for index, (name, parameter) in enumerate(ddp.module.named_parameters()):
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+            yield index, name, parameter
+
+
+class Accumulation:
+    """Warns of gradients that are sent several times per optimizer step, once.
+
+    rounds: since the optimizer has stepped.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.rounds = 0
+        self._last_rounds = 0  # of the optimizer step before
+        self._has_warned = False
+        self._hook: Any = None  # of the optimizer, which holds this until ``stop``
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Notice the steps of an optimizer."""
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        """Follow no optimizer any more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _after_step(self, *_: Any) -> None:
+        """Warn of two optimizer steps in a row with as many rounds each, more than one.
+
+        A single step with several rounds has skipped updates: a GradScaler looks for its scale.
+        """
+        if 1 < self.rounds == self._last_rounds and not self._has_warned:
+            self._has_warned = True
+            self._run.log(
+                f"{KEY}: {self.rounds} backwards per optimizer step send gradients, each with the "
+                "sum of those before it: more bytes and more error. Run all but the last one "
+                "inside no_sync() of the DDP model (logged once)"
+            )
+        self._last_rounds = self.rounds
+        self.rounds = 0

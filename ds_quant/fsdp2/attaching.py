@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import PlacementError
 from ds_quant.config import environment
-from ds_quant.config.environment import KILL_VARIABLE
 from ds_quant.config.errors import KEY, ConfigError, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig
@@ -25,24 +25,19 @@ from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, ranks_of_model
 from ds_quant.fsdp2.sharded_module import (
     gathered_dtype,
-    gradient_dtype,
     groups_of,
     refuse_unsupported,
     sharded_parameters,
 )
-from ds_quant.kernels import dispatch
 from ds_quant.policy import refusals
-from ds_quant.policy.autotune import Work
 from ds_quant.runtime import log
-from ds_quant.runtime.fallback import kill_file
-from ds_quant.runtime.handshake import handshake, model_digest
+from ds_quant.runtime.handshake import handshake, model_facts
 from ds_quant.runtime.inactive import InactiveFront
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
+from ds_quant.runtime.start import start
 from ds_quant.runtime.start_line import announce
-from ds_quant.runtime.telemetry import unwritable
-from ds_quant.runtime.tuning import tuned
-from ds_quant.runtime.warmup import warm_up
+from ds_quant.runtime.tuning import tuned_front
 
 
 def attach(
@@ -94,26 +89,9 @@ def attach(
     refuse_unsupported(model)
     _refuse_optimizers(model, optimizers)
     ranks = _shake_hands(model, config, meshes)
-    notices: list[str] = []
-    if config.scheme == AUTOTUNE:
-        config, notices = tuned(
-            config,
-            ranks.topology,
-            _work(model),
-            stage=STAGE,
-            process_group=meshes.each[0].shard_group,
-            device=meshes.device,
-            has_streams=meshes.device.type != "cpu",
-            dist=dist,
-        )
-    front = AttachedModel(model, config.to_scheme(), ranks)
-    front.run.notices[:0] = notices
+    front = tuned_front(config, partial(AttachedModel, model, ranks))
+    _begin(front, has_optimizer=bool(optimizers))
     front.connect(model, optimizers)
-    try:
-        _begin(front, has_optimizer=bool(optimizers))
-    except BaseException:
-        front.detach()
-        raise
     return front
 
 
@@ -131,48 +109,21 @@ def _meshes(model: nn.Module) -> Meshes | None:
     return meshes_of((name, group) for name, _, group in groups_of(model))
 
 
-def _work(model: nn.Module) -> Work:
-    """Return the sizes of a step's messages."""
-    groups = [group for _, _, group in groups_of(model)]
-    numels = []
-    trained = 0
-    for group in groups:
-        sizes = [member._orig_size.numel() for member in group.fsdp_params]
-        numels.append(sum(sizes))
-        for member, numel in zip(group.fsdp_params, sizes, strict=True):
-            trained += numel if member.sharded_param.requires_grad else 0
-    return Work(
-        numel=sum(numels),
-        trained=trained,
-        gather=max(numels),
-        bucket=max(numels),
-        dtype=gathered_dtype(groups[0], groups[0].fsdp_params[0]),
-        gradients=gradient_dtype(groups[0]),
-        micro_steps=1,
-        gathers=2.0,  # in forward and in backward
-    )
-
-
 def _begin(front: AttachedModel, *, has_optimizer: bool) -> None:
-    """Arm the metrics and log the start-up line."""
+    """Start the run and log its start-up line."""
+    run = front.run
     if not has_optimizer:
-        front.run.notices.append("no optimizer: weights are gathered only")
-    block = front.run.scheme.block
-    metrics = block.metrics
-    if front.run.topology.world == 1:
-        front.run.notices.append("single rank: nothing to communicate")
-    else:
-        _require_memory(front.run)
-        watches = kill_file() is not None
-        if watches:
-            front.run.notices.append(f"{KILL_VARIABLE} watched")
-        if has_optimizer and (watches or block.fallback.on_nonfinite != "skip"):
-            front.fall_back(block.fallback)
-        if metrics.file is not None and metrics.interval and dist.get_rank() == 0:
-            front.write_metrics(metrics)
-    if front.run.device.type == "cuda" and front.run.topology.world > 1:
-        warm_up(front.run, front.message_kinds())
-    _announce(front)
+        run.notices.append("no optimizer: weights are gathered only")
+    if run.topology.world > 1:
+        _require_memory(run)
+    start(run, front.events, resync=front.resync if has_optimizer else None)
+    ranks = run.topology.all_ranks
+    if len(ranks) < dist.get_world_size():
+        run.notices.append(
+            f"this model belongs to {len(ranks)} of {dist.get_world_size()} ranks, from rank "
+            f"{ranks[0]} on; other ranks train models of their own"
+        )
+    announce(run, front.line_parts())
 
 
 def _require_memory(run: Run) -> None:
@@ -198,12 +149,6 @@ def front_of(model: nn.Module) -> AttachedModel | None:
             front = getattr(gather, "front", None)
             return front if isinstance(front, AttachedModel) else None
     return None
-
-
-def report(model: nn.Module) -> dict[str, Any] | None:
-    """Report what this rank has received so far; None without a block. See ``ds_quant.report``."""
-    front = front_of(model)
-    return None if front is None else front.figures()
 
 
 def resync(model: nn.Module) -> None:
@@ -270,26 +215,10 @@ def _shake_hands(model: nn.Module, config: QuantizedCommConfig, meshes: Meshes) 
             mesh with unequal numbers of ranks in its nodes.
     """
     ranks = meshes.ranks
-    rank = ranks.index(dist.get_rank())
-    node_size = handshake(
-        config=config,
-        must={
-            "front": "fsdp2",
-            "torch": torch.__version__.partition("+")[0],
-            "mesh": ", ".join(f"{mesh.replicas} x {mesh.shards}" for mesh in meshes.each),
-            "parameters": model_digest(model),
-            # All ranks must vote, or none: a vote of some would hang.
-            KILL_VARIABLE: "unset" if kill_file() is None else "set",
-        },
-        kernels=dispatch.describe(meshes.device, config.backend),
-        rank=rank,
-        world=len(ranks),
-        fault=unwritable(config.metrics, rank),
-        ranks=ranks if meshes.is_part else None,
-    )
-    if config.node_size is not None:
-        node_size = config.node_size
-    elif meshes.replicas > 1:
+    mesh_shapes = ", ".join(f"{mesh.replicas} x {mesh.shards}" for mesh in meshes.each)
+    facts = {**model_facts("fsdp2", model), "mesh": mesh_shapes}
+    node_size = handshake(config, facts=facts, device=meshes.device, ranks=ranks)
+    if config.node_size is None and meshes.replicas > 1:
         of_replica = len(ranks) // meshes.replicas
         if node_size < of_replica:
             log.log_rank0(
@@ -380,15 +309,3 @@ def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> Non
                 "parameters, so its steps would not move the model: make it after fully_shard, "
                 "which replaces the parameters, or give that of this model"
             )
-
-
-def _announce(front: AttachedModel) -> None:
-    """Log the start-up line and its warnings."""
-    notices = front.run.notices
-    ranks = front.run.topology.all_ranks
-    if len(ranks) < dist.get_world_size():
-        notices.append(
-            f"this model belongs to {len(ranks)} of {dist.get_world_size()} ranks, from rank "
-            f"{ranks[0]} on; other ranks train models of their own"
-        )
-    announce(front.run, front.line_parts())

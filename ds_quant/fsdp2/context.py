@@ -21,6 +21,7 @@ class Context:
     after_reduction: runs after a reduction of gradients has begun.
     weights_version: grows with every exchange of weights.
     partial_sums: their memory, freed by the last backward of a step or by ``discard_gradients``.
+    _gradient_sums: plans, which hold no tensors but small tables: emptied when they are full.
     """
 
     run: Run

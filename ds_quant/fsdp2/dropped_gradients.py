@@ -43,7 +43,8 @@ def _drop_before(
 ) -> Undo:
     """Drop the partial sums of some parameters before a method runs.
 
-    Does not keep the model of ``front`` alive, which the owner may outlive.
+    Does not keep the model of ``front`` alive, which the owner may outlive. What it returns does
+    not keep the owner alive: an optimizer that the user drops frees its states.
     """
     original = getattr(owner, name)
     attached = [weakref.ref(front)]  # empty once it is undone
@@ -56,10 +57,14 @@ def _drop_before(
         return original(*args, **kwargs)
 
     setattr(owner, name, drop_first)
+    owner_of, method_of = weakref.ref(owner), weakref.ref(drop_first)
 
     def undo() -> None:
         attached.clear()
-        if vars(owner).get(name) is drop_first:
-            delattr(owner, name)
+        kept, method = owner_of(), method_of()
+        if kept is None or method is None:
+            return
+        if vars(kept).get(name) is method:
+            delattr(kept, name)
 
     return undo

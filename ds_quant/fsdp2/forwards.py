@@ -1,14 +1,23 @@
-"""Find where a forward begins, among the gathers of a model."""
+"""Find where a forward begins, among the gathers of a model, and compare the ranks' steps there.
+
+[Note: equal steps] Weights and gradients are decoded with random bits of a step. A rank that has
+taken another number of steps would decode other values without an error. So each forward posts a
+vote and the next one reads it: nothing waits for the device.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import KEY
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.sharded_module import ShardedModule
-from ds_quant.fsdp2.steps_vote import StepsVote
 from ds_quant.runtime.run import Run
+from ds_quant.runtime.written_weights import UnequalSteps
 
 _MANY_FORWARDS = 1000  # without an optimizer step
 
@@ -65,3 +74,28 @@ class Forwards:
     def after_step(self) -> None:
         """Note an optimizer step."""
         self._with_gradients = 0
+
+
+class StepsVote:
+    """See [Note: equal steps]."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator = communicator
+        self._device = device
+        self._posted: tuple[Any, Tensor] | None = None
+
+    def compare(self, steps: int) -> None:
+        """Read the vote of the last forward, and post that of this one. A collective.
+
+        Raises:
+            UnequalSteps: on all ranks, if they differed in the last forward.
+        """
+        if self._posted is not None:
+            work, numbers = self._posted
+            self._posted = None
+            work.wait()
+            least, inverted = numbers.tolist()
+            if least != ~inverted:
+                raise UnequalSteps(least, ~inverted)
+        numbers = torch.tensor([steps, ~steps], device=self._device)
+        self._posted = self._communicator.post_least(numbers), numbers

@@ -43,9 +43,8 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.comm.profiling import profiler_range
-from ds_quant.comm.reduce import GradientSums, Reduction
-from ds_quant.comm.reduction_plan import GradientSpec, Segment
-from ds_quant.comm.returned_sums import Piece, ReturnedSums
+from ds_quant.comm.reduce import Reduction
+from ds_quant.comm.reduction_plan import Segment
 from ds_quant.comm.slots import row_vector
 from ds_quant.comm.small_tensors import is_tight, small_tensors_last
 from ds_quant.comm.transport import keep_for_current_stream
@@ -55,14 +54,9 @@ from ds_quant.fsdp2.module_reductions import BegunReduction, PartialSums, Reduct
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.torch_names import FsdpParam, ReduceScatter
 from ds_quant.kernels.wire import shard_range
-from ds_quant.runtime.param import (
-    GradientCodecs,
-    Param,
-    bind,
-    full_precision_gradient,
-    tight_if_small,
-)
+from ds_quant.runtime.param import GradientCodecs, bind
 from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.reductions import ReturnedGradients, plan_return, reduced_codecs
 
 
 class QuantizedReduceScatter(ReduceScatter):
@@ -76,12 +70,14 @@ class QuantizedReduceScatter(ReduceScatter):
         group = sharded.group
         self._own = group._reduce_scatter_comm  # FSDP2's
         self._mesh_records = group.mesh_info, group.post_forward_mesh_info
+        # Plans, which hold no tensors but small tables: emptied when they are full.
         self._plans: PlanCache[tuple[torch.dtype, bool, float, tuple[bool, ...]], ReductionPlan]
         self._plans = PlanCache()
         self._has_gradient: tuple[bool, ...] = ()  # by parameter, in this backward
+        # The last backward of a step frees them, or ``discard``, if the accumulation is given up.
         self._partial_sums: dict[ReductionPlan, PartialSums] = {}
         self._has_users_hook = False  # of set_all_reduce_hook, in this backward
-        # With replicas, between the reduce-scatter and the all-reduce hook.
+        # With replicas: messages and sums, which the all-reduce hook of the same backward frees.
         self._begun: BegunReduction | None = None
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
         self.last_reductions = 0  # in the last one
@@ -422,63 +418,25 @@ class QuantizedReduceScatter(ReduceScatter):
     def _new_plan(
         self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float
     ) -> ReductionPlan:
-        gradient_codecs = [self._gradient_codecs(param, dtype, full) for param in rows.params]
+        level = self._level
+        gradient_codecs = reduced_codecs(level, rows.params, dtype, full_precision=full)
         specs = [codecs.spec for codecs in gradient_codecs]
         segments = self._segments(rows, gradient_codecs)
-        sums = self._context.gradient_sums(self._level, tuple(segments), tuple(specs), scale)
-        if self._level.replicas > 1:
-            returned_codecs = [self._returned_codecs(param, dtype, full) for param in rows.params]
-            returned_specs = [codecs.spec for codecs in returned_codecs]
-            return ReductionPlan(
-                rows=rows,
-                gradient_codecs=gradient_codecs,
-                sums=sums,
-                returned=self._returned(rows, segments, sums, returned_specs),
-                returned_codecs=returned_codecs,
+        sums = self._context.gradient_sums(level, tuple(segments), tuple(specs), scale)
+        returned: ReturnedGradients | None = None
+        if level.replicas > 1:
+            returned = plan_return(
+                level,
+                rows.params,
+                dtype,
+                segments,
+                sums,
+                full_precision=full,
+                first=level.shards.rank * rows.row_numel,
             )
-        return ReductionPlan(rows=rows, gradient_codecs=gradient_codecs, sums=sums)
-
-    def _gradient_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
-        hops = len(self._level.hops)
-        if full:
-            codecs = full_precision_gradient(dtype, hops)
-        else:
-            codecs = param.gradient_codecs(dtype, rank=self._level.hierarchy.rank, hops=hops)
-        return tight_if_small(param, codecs, dtype)
-
-    def _returned_codecs(self, param: Param, dtype: torch.dtype, full: bool) -> GradientCodecs:
-        if full:
-            codecs = full_precision_gradient(dtype, 1)
-        else:
-            codecs = param.returned_codecs(dtype, rank=self._level.hierarchy.rank)
-        return tight_if_small(param, codecs, dtype)
-
-    def _returned(
-        self,
-        rows: ShardedModule,
-        segments: Sequence[Segment],
-        sums: GradientSums,
-        specs: Sequence[GradientSpec],
-    ) -> ReturnedSums:
-        """Plan the way back of this rank's row, in the order of the segments."""
-        level = self._level
-        nodes = level.returning
-        assert nodes is not None  # several nodes of several ranks
-        row_start = level.shards.rank * rows.row_numel
-        pieces = []
-        for index, segment in enumerate(segments):
-            node, local = divmod(segment.reducer, level.topology.node_size)
-            if local == level.shards.rank:
-                piece = Piece(
-                    sender=node,
-                    gradient=segment.gradient,
-                    numel=segment.numel,
-                    first=segment.first,
-                    source=sums.own.get(index, 0),
-                    target=segment.start - row_start,
-                )
-                pieces.append(piece)
-        return ReturnedSums(pieces, specs, nodes)
+        return ReductionPlan(
+            rows=rows, gradient_codecs=gradient_codecs, sums=sums, returned=returned
+        )
 
     def _segments(
         self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]

@@ -19,10 +19,7 @@ from torch.distributed import ProcessGroup
 from ds_quant.config.errors import KEY
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.torch_names import ParamGroup
-
-
-class UnsupportedModel(ValueError):
-    """A setting of ``fully_shard`` that the collectives cannot serve."""
+from ds_quant.runtime.start import UnsupportedModel
 
 
 def unsupported(name: str, setting: str, way_out: str) -> UnsupportedModel:

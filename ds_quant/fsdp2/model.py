@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import KEY
-from ds_quant.config.schema import FallbackConfig, MetricsConfig
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_module
@@ -24,26 +23,19 @@ from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.node_copies import NodeCopies
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.optimizers import OptimizerSteps
-from ds_quant.fsdp2.prices import (
-    line_parts_of,
-    message_kinds_of,
-    sizes_of,
-    workload_of,
-)
+from ds_quant.fsdp2.prices import line_parts_of, sizes_of, workload_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, run_of
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.scheme import Scheme
-from ds_quant.runtime.copies import compare_copies, differing_ranks, replicas_differ
-from ds_quant.runtime.fallback import Fallback
+from ds_quant.runtime.copies import compare_copies, compare_replicas, compares_replicas
 from ds_quant.runtime.figures import figures
-from ds_quant.runtime.front import Workload, saved_step
+from ds_quant.runtime.front import Workload
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
 from ds_quant.runtime.start_line import LineParts, full_line
-from ds_quant.runtime.telemetry import StepTelemetry
-from ds_quant.runtime.warmup import MessageKinds
+from ds_quant.runtime.step_events import StepEvents
 from ds_quant.runtime.written_weights import UnequalSteps
 
 
@@ -77,8 +69,8 @@ class AttachedModel:
     def __init__(
         self,
         model: nn.Module,
-        scheme: Scheme,
         ranks: RanksOfModel,
+        scheme: Scheme,
     ) -> None:
         self.step = 0
         self.run, modules = run_of(self, model, scheme, ranks)
@@ -105,10 +97,10 @@ class AttachedModel:
             )
             for sharded in modules
         ]
-        self._telemetry: StepTelemetry | None = None
-        self._fallback: Fallback | None = None
+        self.events = StepEvents(self.run)
         self._has_unchecked_messages = False
-        self._undo: list[Undo] | None = None  # of ``connect``; None while nothing is attached
+        # Of ``connect``, with FSDP2's own collectives; ``detach`` frees them. None: not connected.
+        self._undo: list[Undo] | None = None
 
     # ---- life ----
 
@@ -128,17 +120,6 @@ class AttachedModel:
                 undo += drop_with_module(module, self)
         self._undo = undo
         self._optimizers.follow(optimizers)
-
-    def write_metrics(self, settings: MetricsConfig) -> None:
-        """Write metrics of later steps."""
-        self._telemetry = StepTelemetry(self.run, settings)
-        self._telemetry.arm()
-
-    def fall_back(self, settings: FallbackConfig) -> None:
-        """Vote before every optimizer step: see runtime/fallback.py. A collective of all ranks."""
-        self._fallback = Fallback(self.run, settings, self.resync)
-        self._fallback.vote()  # a kill file may exist already
-        self._fallback.has_voted = False
 
     def detach(self) -> None:
         """Give FSDP2 its collectives back: the model trains on without the block.
@@ -221,8 +202,7 @@ class AttachedModel:
         if torch_names.in_backward():
             return  # an optimizer per parameter: all are checked after the step
         self._check_messages()
-        if self._fallback is not None and not self._fallback.has_voted:
-            self._fallback.vote()
+        self.events.before_step()
         if self.copies is not None and not has_moved:
             self.copies.note_writes()
 
@@ -235,8 +215,6 @@ class AttachedModel:
         if is_new:
             self.step += 1
             self._forwards.after_step()
-            if self._fallback is not None:
-                self._fallback.after_step(skipped=False)
             for _, _, reduction in self.served:
                 reduction.after_step()
         self._follow_training()
@@ -248,12 +226,10 @@ class AttachedModel:
             self.copies.exchange()
         if is_new:
             self._compare_copies()
-            if self._telemetry is not None:
-                self._telemetry.after_step()
+            self.events.after_step()
 
     def _after_reduction(self) -> None:
-        if self._fallback is not None:
-            self._fallback.has_voted = False
+        self.events.after_reduction()
         self._optimizers.after_reduction()
 
     def found_nonfinite(self) -> bool:
@@ -267,14 +243,10 @@ class AttachedModel:
             RuntimeError: nothing is watched.
             FloatingPointError: on all ranks, with ``fallback.on_nonfinite="raise"``.
         """
-        if self._fallback is None or self.run.finite_flags is None:
-            raise RuntimeError(
-                f'{KEY}.fallback.on_nonfinite="skip": nothing looks at the gradients: allowed for '
-                'front.found_nonfinite(): "full_precision", "raise"'
-            )
-        found = self._fallback.vote()
+        fallback = self.events.watched_gradients()
+        found = fallback.vote()
         if found:
-            self._fallback.after_step(skipped=True)
+            fallback.after_step(skipped=True)
         return found
 
     def _follow_training(self) -> None:
@@ -365,21 +337,13 @@ class AttachedModel:
     def _compare_copies(self) -> None:
         """Compare the weights that several nodes hold, every ``checksum_steps`` optimizer steps.
 
-        Replicas are compared after the first step, too: they may have begun with other weights.
-
         Raises:
             RuntimeError: on all ranks, if replicas differ.
         """
-        every = self.run.scheme.block.checksum_steps
-        if not every:
-            return
-        if self.copies is not None:
+        if self.copies is not None and self.run.scheme.block.checksum_steps:
             compare_copies(self.run, self.copies, self.step)
-        if self.step % every == 0 or self.step == 1:
-            replicated = list(self._replicated_weights())
-            differing = differing_ranks(self.run, replicated, self.step) if replicated else []
-            if differing:
-                raise replicas_differ(self.step, differing)
+        if compares_replicas(self.run, self.step):
+            compare_replicas(self.run, self._replicated_weights(), self.step)
 
     def _replicated_weights(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield this rank's shards of every level with replicas. The first rank that holds the same
@@ -405,9 +369,7 @@ class AttachedModel:
         so that this run goes on as one that loads the checkpoint.
         """
         self.resync()
-        state: dict[str, Any] = {"step": self.step + self._optimizers.begun}
-        if self.run.finite_flags is not None:
-            state["exact_until"] = self.run.state.exact_until
+        state = self.events.state_dict(self.step + self._optimizers.begun)
         if self.run.scheme.level_steps:
             state["learned_at"] = self.run.state.learned_at
             state["levels"] = self._levels()
@@ -419,10 +381,9 @@ class AttachedModel:
         Raises:
             ValueError: a state without a number of steps.
         """
-        self.step = saved_step(state)
+        self.step = self.events.load_state_dict(state)
         for _, _, reduction in self.served:
             reduction.begin_step()
-        self.run.state.exact_until = int(state.get("exact_until", 0))
         self.run.state.learned_at = int(state.get("learned_at", 0))
         levels: dict[str, Tensor] = state.get("levels", {})
         for param in self.run.params:
@@ -431,8 +392,7 @@ class AttachedModel:
         _, exchanges = self.context.weights_version
         self.context.weights_version = self.step, exchanges + 1
         self.resync()
-        if self._telemetry is not None:
-            self._telemetry.arm()  # the step has jumped
+        self.events.rearm()
 
     def _levels(self) -> dict[str, Tensor]:
         """Return the levels of all parameters that have some, by name: (2^bits,) fp32 each."""
@@ -469,10 +429,6 @@ class AttachedModel:
         """Return the sizes that decide the peak memory of a step."""
         return sizes_of(self.run, self._modules)
 
-    def message_kinds(self) -> MessageKinds:
-        """Return dtypes and levels of the messages, for ``warm_up``."""
-        return message_kinds_of(self.run, self._modules)
-
     @property
     def line(self) -> str:
         """What the start-up lines say, and all that they leave out, in one line."""
@@ -494,7 +450,6 @@ class AttachedModel:
             "replicas": max(level.replicas for level in self.run.levels),
             **figures(
                 self.run,
-                micro_steps=1,
                 kept_bytes=self._kept_bytes,
                 held_bytes=self.context.partial_sums.most_nbytes,
                 accumulates=True,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ds_quant.comm.reduce import GradientSums, Reduction
-from ds_quant.comm.returned_sums import ReturnedSums
 from ds_quant.fsdp2.sharded_module import ShardedModule
-from ds_quant.runtime.param import GradientCodecs, bind
+from ds_quant.runtime.param import GradientCodecs
+from ds_quant.runtime.reductions import ReturnedGradients
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -18,14 +18,13 @@ class ReductionPlan:
     """The reduction of some gradients of a sharded module, the same in every step.
 
     rows: the parameters that have gradients.
-    returned: with replicas, writes the sums of all nodes over the row, with ``returned_codecs``.
+    returned: with replicas, writes the sums of all nodes over the row.
     """
 
     rows: ShardedModule
     gradient_codecs: Sequence[GradientCodecs]
     sums: GradientSums
-    returned: ReturnedSums | None = None
-    returned_codecs: Sequence[GradientCodecs] = ()
+    returned: ReturnedGradients | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,10 +43,8 @@ class BegunReduction:
     def finish(self, row: Tensor) -> None:
         """Wait for the sums; with replicas write those of all nodes over ``row``."""
         self.reduction.wait()
-        returned = self.plan.returned
-        if returned is not None:
-            codecs, signs = bind(self.plan.returned_codecs, self.address, self.address)
-            returned.send(self.sums, row, [bound for (bound,) in codecs], signs).wait()
+        if self.plan.returned is not None:
+            self.plan.returned.send(self.sums, row, self.address).wait()
 
 
 @dataclass(eq=False, kw_only=True)

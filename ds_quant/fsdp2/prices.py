@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.fsdp2.sharded_module import ShardedModule
-from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.model_volume import ModelVolume
-from ds_quant.runtime.front import Workload
+from ds_quant.runtime.front import SentParam, Workload
 from ds_quant.runtime.run import Level, Run
 from ds_quant.runtime.start_line import LineParts
-from ds_quant.runtime.warmup import MessageKinds
-
-
-def gradient_dtype_of(modules: Sequence[ShardedModule]) -> torch.dtype:
-    """Return the dtype of the gradients of the first module whose gradients are sent."""
-    for sharded in modules:
-        if sharded.reduces:
-            return sharded.gradient_dtype
-    return torch.float32
 
 
 def workload_of(run: Run, modules: Sequence[ShardedModule], *, micro_steps: int) -> Workload:
     """Return the communication of an optimizer step."""
+    numels = [sum(param.shape.numel() for param in sharded.params) for sharded in modules]
     return Workload(
-        param_specs=[_param_specs(_of_level(modules, level)) for level in run.levels],
+        params=[_sent_params(_of_level(modules, level)) for level in run.levels],
         gathers=2.0,  # in forward and in backward
+        gather=max(numels, default=0),
         micro_steps=micro_steps,
-        gradient_dtype=gradient_dtype_of(modules),
     )
 
 
@@ -48,7 +36,6 @@ def sizes_of(run: Run, modules: Sequence[ShardedModule]) -> list[Sizes]:
                 largest=largest,
                 bucket=largest,
                 prefetch=largest,
-                itemsize=gradient_dtype_of(modules).itemsize,
                 exchanged_at_once=True,
                 # On a device with streams: see [Note: all-reduce stream] of gradients.py.
                 crossing_at_once=level.replicas > 1 and run.device.type != "cpu",
@@ -56,20 +43,6 @@ def sizes_of(run: Run, modules: Sequence[ShardedModule]) -> list[Sizes]:
             )
         )
     return sizes
-
-
-def message_kinds_of(run: Run, modules: Sequence[ShardedModule]) -> MessageKinds:
-    """Return dtypes and levels of the messages, for ``warm_up``."""
-    dtypes = {sharded.dtype for sharded in modules if not sharded.fsdp_gathers}
-    reduces = any(sharded.reduces for sharded in modules)
-    return MessageKinds(
-        weight_dtypes=sorted(dtypes, key=str),
-        gradient_dtype=gradient_dtype_of(modules),
-        reducing=run.levels if reduces else [],
-        all_levels=run.levels,
-        crosses_once=any(sharded.defers_inter_node for sharded in modules),
-        has_few_ranks=False,
-    )
 
 
 def line_parts_of(
@@ -88,7 +61,7 @@ def line_parts_of(
     if has_replicas:
         is_exact = all(level.routes.weights().is_full_precision for level in run.levels)
         weights = "weights stay in the node" + (", exact" if is_exact else "")
-    stock_bytes, stock_dtypes = _alone(modules, volume)
+    stock_bytes, stock_dtypes = run.stock_volume(volume)
     return LineParts(
         layout="FSDP2",
         between="replicas of" if has_replicas else "x",
@@ -98,8 +71,6 @@ def line_parts_of(
         weights=weights,
         gradients=gradients,
         kept_bytes=kept_bytes,
-        micro_steps=1,
-        period="step",
     )
 
 
@@ -107,39 +78,15 @@ def _of_level(modules: Sequence[ShardedModule], level: Level) -> list[ShardedMod
     return [sharded for sharded in modules if sharded.level is level]
 
 
-def _param_specs(modules: Sequence[ShardedModule]) -> list[ParamSpec]:
+def _sent_params(modules: Sequence[ShardedModule]) -> list[SentParam]:
     return [
-        ParamSpec(
-            name=param.name,
-            shape=tuple(param.shape),
+        SentParam(
+            param=param,
             dtype=dtype,
-            trainable=param.trained,
-            packed=param.packed,
+            gradient_dtype=sharded.gradient_dtype,
+            trained=param.trained,
             stock_weights=bool(sharded.fsdp_gathers),
-            stock_gradients=not sharded.reduces,
         )
         for sharded in modules
         for param, dtype in zip(sharded.params, sharded.dtypes, strict=True)
     ]
-
-
-def _alone(modules: Sequence[ShardedModule], volume: ModelVolume) -> tuple[float, str]:
-    """Return the volume of FSDP2 without the block, and its dtypes as "bf16" or "bf16 + fp32".
-
-    Weights are gathered in one dtype, gradients reduced in another. With replicas an all-reduce of
-    gradients is all that crosses between the nodes.
-    """
-    nbytes = 0.0
-    names: dict[str, None] = {}
-    for sharded in modules:
-        has_replicas = sharded.level.replicas > 1
-        for param, dtype in zip(sharded.params, sharded.dtypes, strict=True):
-            numel = param.shape.numel()
-            if not has_replicas:
-                nbytes += volume.gathers * numel * dtype.itemsize
-                names[CAST_NAMES.get(dtype, str(dtype).removeprefix("torch."))] = None
-            if param.trained:
-                passes = 2 if has_replicas else 1
-                nbytes += passes * numel * sharded.gradient_dtype.itemsize
-                names[CAST_NAMES.get(sharded.gradient_dtype, "fp64")] = None
-    return nbytes / max(1, volume.numel), " + ".join(names)

@@ -74,13 +74,7 @@ def run_of(
     run: Run | None = None
     levels: dict[tuple[tuple[int, ...], int], Level] = {}
     for mesh, topology in zip(meshes.each, ranks.topologies, strict=True):
-        routes = Routes(
-            scheme=scheme,
-            stage=STAGE,
-            nodes=topology.nodes,
-            node_size=topology.node_size,
-            replicas=mesh.replicas > 1,
-        )
+        routes = Routes.over(topology, scheme, stage=STAGE, replicas=mesh.replicas > 1)
         process_groups = ProcessGroups(shards=mesh.shard_group, replicas=mesh.replica_group)
         if run is None:
             run = Run(
@@ -90,7 +84,6 @@ def run_of(
                 (),
                 process_groups=process_groups,
                 device=device,
-                has_streams=device.type != "cpu",
                 dist=torch.distributed,
             )
             levels[mesh.key] = run.world

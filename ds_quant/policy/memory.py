@@ -43,7 +43,6 @@ class Sizes:
     bucket: int = 5 * 10**8
     window: int = 5 * 10**8
     prefetch: int = 5 * 10**7
-    itemsize: int = 2
     under_way: int = 1
     offloaded: bool = False
     exchanged_at_once: bool = False

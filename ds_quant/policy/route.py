@@ -20,6 +20,7 @@ import torch
 from ds_quant.codec.bound import Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.codec.rules import range_of_width
+from ds_quant.comm.topology import Topology
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.policy.scheme import Scheme
 
@@ -119,6 +120,14 @@ class Routes:
     node_size: int
     stock_gradients: bool = False
     replicas: bool = False
+
+    @classmethod
+    def over(
+        cls, topology: Topology, scheme: Scheme, *, stage: int, replicas: bool = False
+    ) -> Routes:
+        """Return the routes between the ranks of a topology."""
+        nodes, node_size = topology.nodes, topology.node_size
+        return cls(scheme=scheme, stage=stage, nodes=nodes, node_size=node_size, replicas=replicas)
 
     @property
     def ranks(self) -> int:

@@ -5,7 +5,7 @@ All ranks exchange the checksums of all copies, so that all ranks decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -131,11 +131,25 @@ def outvoted(versions: dict[tuple[int, ...], list[int]]) -> list[int]:
     return ranks_outvoted
 
 
-def replicas_differ(step: int, ranks: Sequence[int]) -> RuntimeError:
-    """Return the error of replicas that should hold equal weights; no rank knows the right ones."""
-    return RuntimeError(
-        f"quantized_comm: step {step}: the weights of rank(s) {ranks} differ from those of the "
-        "other replicas, so these train models of their own. Begin with the same weights on all "
-        "nodes (the same seed or checkpoint), write weights on all nodes alike, or look for faulty "
-        "memory; then resume from the last checkpoint"
-    )
+def compare_replicas(run: Run, replicas: Copies, step: int) -> None:
+    """Compare weights that several ranks should hold alike, as ``differing_ranks`` does.
+
+    Raises:
+        RuntimeError: on all ranks, if they differ; no rank knows the right ones.
+    """
+    ranks = differing_ranks(run, replicas, step)
+    if ranks:
+        raise RuntimeError(
+            f"quantized_comm: step {step}: the weights of rank(s) {ranks} differ from those of the "
+            "other replicas, so these train models of their own. Begin with the same weights on "
+            "all nodes (the same seed or checkpoint), write weights on all nodes alike, or look "
+            "for faulty memory; then resume from the last checkpoint"
+        )
+
+
+def compares_replicas(run: Run, step: int) -> bool:
+    """Return True if replicas are compared after this step: every ``checksum_steps``, and after the
+    first one, because they may have begun with other weights.
+    """
+    every = run.scheme.block.checksum_steps
+    return bool(every) and (step == 1 or (step > 0 and step % every == 0))

@@ -51,6 +51,7 @@ class Fallback:
     resync: refills the weights that ranks keep between steps. A collective.
 
     has_voted: True after ``vote``; the front clears it when it reduces other gradients.
+    found_nonfinite: result of the last vote.
     """
 
     def __init__(self, run: Run, settings: FallbackConfig, resync: Callable[[], None]) -> None:
@@ -62,6 +63,7 @@ class Fallback:
         self._saw_kill_file = False  # on this rank, when it last could look
         self._logged_failed_look = False
         self.has_voted = False
+        self.found_nonfinite = False
         # Of the step being taken:
         self._nonfinite = False  # gradients hold NaN or Inf
         self._was_full_precision = False  # gradients were sent in full precision
@@ -90,7 +92,7 @@ class Fallback:
         ]
         finder, killer = flat.least(torch.tensor(votes, device=run.device)).tolist()
         self._switch(flat.ranks[killer] if killer < flat.size else None)
-        self._nonfinite = finder < flat.size
+        self._nonfinite = self.found_nonfinite = finder < flat.size
         if self._nonfinite:
             self._apply_policy(finder, bad)
         return self._nonfinite
@@ -173,3 +175,21 @@ class Fallback:
                 f"quantized_comm: step {step}: gradients hold NaN or Inf; the next {self._steps} "
                 "steps travel in full precision (logged once, ds_quant.report counts)"
             )
+
+
+def fallback_of(run: Run, resync: Callable[[], None]) -> Fallback | None:
+    """Return the vote of a run, None if there is nothing to vote on. A collective of all ranks, if
+    they watch a kill file.
+
+    resync: as of ``Fallback``.
+    """
+    settings = run.scheme.block.fallback
+    watches = kill_file() is not None
+    if settings.on_nonfinite == "skip" and not watches:
+        return None
+    fallback = Fallback(run, settings, resync)
+    if watches:
+        run.notices.append(f"{KILL_VARIABLE} watched")
+        fallback.vote()  # the file may exist already
+        fallback.has_voted = False
+    return fallback

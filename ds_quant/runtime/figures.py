@@ -10,7 +10,12 @@ from ds_quant.runtime.run import Level, Received, Run
 
 
 def figures(
-    run: Run, *, micro_steps: int, kept_bytes: int, held_bytes: int, accumulates: bool
+    run: Run,
+    *,
+    micro_steps: int = 1,
+    kept_bytes: int = 0,
+    held_bytes: int = 0,
+    accumulates: bool = False,
 ) -> dict[str, Any]:
     """Return the figures that ``ds_quant.report`` documents.
 

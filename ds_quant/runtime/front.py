@@ -1,7 +1,7 @@
 """The facts that a run asks its front for.
 
-A front is a way of training: an engine of DeepSpeed, or a model under FSDP2. It holds a ``Run`` and
-knows what only its library can tell.
+A front is a way of training: an engine of DeepSpeed, or a model under FSDP2 or DDP. It holds a
+``Run`` and knows what only its library can tell. A run computes all prices from these facts.
 """
 
 from __future__ import annotations
@@ -9,30 +9,77 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ds_quant.config.errors import KEY
 from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.memory import Sizes
+from ds_quant.policy.scheme import FLOATS
+from ds_quant.runtime.param import Param
+
+
+class SentParam(NamedTuple):
+    """A parameter in the communication of an optimizer step.
+
+    dtype: of its gathered weights. gradient_dtype: in which its gradient is reduced.
+    trained: it has a gradient.
+    stock_weights: the front's library gathers it itself.
+    """
+
+    param: Param
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    trained: bool
+    stock_weights: bool = False
+
+    @property
+    def stock_gradients(self) -> bool:
+        """True if no codec takes its gradient: the front's library reduces it itself."""
+        return self.gradient_dtype not in FLOATS
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The parameter as the formulas of bytes need it."""
+        param = self.param
+        return ParamSpec(
+            name=param.name,
+            shape=tuple(param.shape),
+            dtype=self.dtype,
+            trainable=self.trained,
+            packed=param.packed,
+            needs_full_gradient=param.needs_full_gradient,
+            boundary=param.boundary,
+            stock_weights=self.stock_weights,
+            stock_gradients=self.stock_gradients,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The communication of an optimizer step, the same for every scheme.
 
-    param_specs: of every level of the run.
-    gathers: of every weight in a micro-step. micro_steps: of an optimizer step.
-    gradient_dtype: in which gradients are reduced.
-    stock_gradients: the front's library reduces them itself.
+    params: of every level of the run.
+    gathers: of every weight in a micro-step. gather: elements of one gather.
+    micro_steps: of an optimizer step.
+    stock_gradients: the front's library reduces all gradients itself.
     """
 
-    param_specs: Sequence[Sequence[ParamSpec]]
+    params: Sequence[Sequence[SentParam]]
     gathers: float
+    gather: int
     micro_steps: int
-    gradient_dtype: torch.dtype
     stock_gradients: bool = False
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of the first gradient that the block sends."""
+        for params in self.params:
+            for sent in params:
+                if not sent.stock_gradients:
+                    return sent.gradient_dtype
+        return torch.float32
 
 
 MOST_STEPS = 1 << 39  # random bits are addressed by 64-bit integers of step and reduction

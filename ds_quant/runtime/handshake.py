@@ -14,14 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypedDict
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from ds_quant.comm.topology import PlacementError, host_name, launched_size, place
+from ds_quant.config.environment import KILL_VARIABLE
 from ds_quant.config.errors import KEY, show
 from ds_quant.config.schema import QuantizedCommConfig
+from ds_quant.kernels import dispatch
 from ds_quant.runtime import log
+from ds_quant.runtime.fallback import kill_file
+from ds_quant.runtime.telemetry import unwritable
 
 # ---- the store ----
 
@@ -195,10 +201,16 @@ def named(ranks: Sequence[int]) -> str:
     return f"{noun} {shown}{others}"
 
 
-def model_digest(model: nn.Module) -> str:
-    """Return the number of parameters, and a checksum of their names, shapes and training."""
+def model_facts(front: str, model: nn.Module) -> dict[str, str]:
+    """Return the facts of a model under FSDP2 or DDP: the front, torch, and for the parameters
+    their number and a checksum of names, shapes and training.
+    """
     listed = [f"{name} {tuple(p.shape)} {p.requires_grad}" for name, p in model.named_parameters()]
-    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})"
+    return {
+        "front": front,
+        "torch": torch.__version__.partition("+")[0],
+        "parameters": f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})",
+    }
 
 
 # ---- the handshake ----
@@ -213,49 +225,55 @@ class StartError(RuntimeError):
 
 
 def handshake(
-    *,
     config: QuantizedCommConfig,
-    must: Mapping[str, str],
-    kernels: str,
-    rank: int,
-    world: int,
-    fault: str = "",
+    *,
+    facts: Mapping[str, str],
+    device: torch.device,
     ranks: Sequence[int] | None = None,
 ) -> int:
     """Check through the store that all ranks fit together, and return the ranks per node.
 
     Args:
-        rank, world: index of this rank among those that start together, and their number.
-        ranks: their global ranks; None if they are all ranks of the job.
-        must: facts that must be equal on all ranks besides versions and the block, by name.
-        kernels: description of this rank's kernels; ranks whose kernels differ are warned of.
-        fault: on rank 0, an error that only rank 0 can find; it ends all ranks.
+        facts: by name, those that must be equal on all ranks besides versions and the block.
+        device: of the collectives. Ranks whose kernels differ are warned of.
+        ranks: global ranks that start together, ascending; None for all ranks of the job.
 
     Raises:
         StartError: naming the ranks that did not answer within ``handshake_timeout`` seconds,
-            those whose version or settings differ, the fault of rank 0, or a placement that makes
-            no nodes.
+            those whose version or settings differ, a file of metrics that rank 0 cannot write, or
+            a placement that makes no nodes.
     """
     from ds_quant import __version__
 
+    all_ranks = range(dist.get_world_size())
+    ranks = all_ranks if ranks is None else ranks
+    world = len(ranks)
+    rank = ranks.index(dist.get_rank())
+    is_part = world < len(all_ranks)
     name = "handshake"
-    if ranks is not None:
+    if is_part:
         name += f" of ranks {'_'.join(map(str, ranks))}"
     store = store_of_call(name, rank)
     while store.check(["verdict"]):  # of an attempt that other ranks have given up
         store = store_of_call(name, rank)
     card: Card = {
-        "versions": {"ds_quant": __version__, "wire": WIRE_VERSION, **must},
+        "versions": {
+            "ds_quant": __version__,
+            "wire": WIRE_VERSION,
+            # All ranks must vote, or none: a vote of some would hang.
+            KILL_VARIABLE: "unset" if kill_file() is None else "set",
+            **facts,
+        },
         "block": config.resolved(),
-        "kernels": kernels,
+        "kernels": dispatch.describe(device, config.backend),
         "host": host_name(),
-        "launched": launched_size(world) if ranks is None else None,
+        "launched": None if is_part else launched_size(world),
     }
     store.set(str(rank), json.dumps(card))
     if store.check([_gave_up(rank)]):
         store.delete_key(_gave_up(rank))
     if rank == 0:
-        verdict = _lead(store, config, world, fault)
+        verdict = _lead(store, config, world, unwritable(config.metrics, rank))
     else:
         verdict = _follow(store, config.handshake_timeout, rank, world)
         if verdict.get("unheard"):  # so that all ranks meet in a later attempt
@@ -265,7 +283,7 @@ def handshake(
     if "error" in verdict:
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
-        log.log_rank0(f"quantized_comm: {warning}", first=0 if ranks is None else ranks[0])
+        log.log_rank0(f"quantized_comm: {warning}", first=ranks[0])
     return verdict["node_size"]
 
 

@@ -306,10 +306,9 @@ class Param:
 # ---- gradients of a message ----
 
 
-def tight_if_small(param: Param, codecs: GradientCodecs, dtype: torch.dtype) -> GradientCodecs:
+def tight_if_small(numel: int, codecs: GradientCodecs, dtype: torch.dtype) -> GradientCodecs:
     """Return codecs without padding for a small tensor in full precision."""
-    is_small = param.shape.numel() <= SMALL_NUMEL
-    if is_small and isinstance(codecs.spec.codecs[-1], CastCodec):
+    if numel <= SMALL_NUMEL and isinstance(codecs.spec.codecs[-1], CastCodec):
         return full_precision_gradient(dtype, len(codecs.hops), tight=True)
     return codecs
 

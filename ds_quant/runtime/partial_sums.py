@@ -14,7 +14,8 @@ from ds_quant.comm.reduce import Reduction
 class PartialSumsMemory:
     """The memory of all partial sums of one model.
 
-    running: the last reduction that adds to partial sums, see [Note: one running reduction].
+    running: the last reduction that adds to partial sums, see [Note: one running reduction]. The
+        next one frees it, or the last backward of a step.
     nbytes: bytes of partial sums now. most_nbytes: most bytes so far.
     """
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
@@ -22,6 +23,7 @@ from ds_quant.comm.transport import Communicator, carries
 from ds_quant.config.errors import KEY
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import comm_volume
+from ds_quant.policy.memory import Sizes
 from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
@@ -107,6 +109,8 @@ class ProcessGroups:
     replicas: Any = None
 
 
+_WORLD = ProcessGroups()
+
 # ---- the run ----
 
 
@@ -117,10 +121,10 @@ class Run:
         front: answers what only the front's library knows.
         routes, topology, process_groups: of the first level.
         params: of the model.
-        device: of the collectives. has_streams: it works on streams.
+        device: of the collectives. has_streams: it works on streams; None: unless it is the CPU.
         dist: module with the collectives, DeepSpeed's if None.
-        notices: sentences that the start-up line adds.
 
+    notices: sentences that the start-up line adds.
     topology: all ranks of the run in their nodes.
     votes: all ranks of the run. Errors end all of them.
     world: the first level. Under DeepSpeed it has all ranks.
@@ -134,11 +138,10 @@ class Run:
         topology: Topology,
         params: Iterable[Param],
         *,
-        process_groups: ProcessGroups,
         device: torch.device,
-        has_streams: bool,
+        has_streams: bool | None = None,
+        process_groups: ProcessGroups = _WORLD,
         dist: Any = None,
-        notices: Sequence[str] = (),
     ) -> None:
         # - Scheme, ranks and parameters
         self._front = front
@@ -150,21 +153,22 @@ class Run:
         self._param_by_id: dict[int, Param] = {}
         self.add_params(params)
         self.state = SchemeState()
-        self.notices = list(notices)
+        self.notices: list[str] = []
 
         # - Counters and checks of the messages
         self.traffic = Traffic()
-        self.buffers = Buffers()
+        self.buffers = Buffers()  # as many as the largest step needs, freed with the run
         self.message_errors = MessageErrors()
         # Names of parameters or modules, each with a flag on the device: True if the received part
-        # of its gradient is finite. None if nobody reads the flags: see fallback.py.
+        # of its gradient is finite. Every vote frees them, and so does ``discard_gradients`` of
+        # FSDP2. None if nobody reads the flags: see fallback.py.
         self.finite_flags: list[tuple[str, Tensor]] | None = None
         if self.scheme.block.fallback.on_nonfinite != "skip":
             self.finite_flags = []
 
         # - Communicators by id of the process group, which they keep alive, and nodes of its ranks
         self._dist = dist
-        self._has_streams = has_streams
+        self._has_streams = device.type != "cpu" if has_streams is None else has_streams
         self._communicators: dict[tuple[int, Topology], Communicator] = {}
         self._level_of_group: dict[int, Level] = {}
         pace = presumed_pace(device, carries(process_groups.shards, device))
@@ -226,6 +230,10 @@ class Run:
     def param_of(self, parameter: Tensor) -> Param | None:
         """Return the record of a parameter, None if the model did not have it at the start."""
         return self._param_by_id.get(id(parameter))
+
+    def known_param(self, parameter: Tensor) -> Param:
+        """Return the record of a parameter that the model had at the start."""
+        return self._param_by_id[id(parameter)]
 
     # ---- communicators ----
 
@@ -424,6 +432,11 @@ class Run:
         """See ``Front.workload``."""
         return self._front.workload()
 
+    @property
+    def sizes(self) -> Sequence[Sizes]:
+        """See ``Front.sizes``."""
+        return self._front.sizes()
+
     def comm_volume(self, scheme: Scheme | None = None) -> ModelVolume:
         """Price a step of the run's scheme, or of another one, in bytes per parameter."""
         workload = self.workload
@@ -431,7 +444,7 @@ class Run:
             comm_volume(
                 scheme or self.scheme,
                 level.routes.stage,
-                param_specs,
+                [sent.spec for sent in params],
                 ranks=level.topology.world,
                 node_size=level.topology.node_size,
                 gathers=workload.gathers,
@@ -439,7 +452,7 @@ class Run:
                 stock_gradients=workload.stock_gradients,
                 replicas=level.routes.replicas,
             )
-            for level, param_specs in zip(self.levels, workload.param_specs, strict=True)
+            for level, params in zip(self.levels, workload.params, strict=True)
         ]
         return ModelVolume(tuple(parts))
 
@@ -460,6 +473,32 @@ class Run:
             received["gradients"] = {"intra": 0.0, "inter": 0.0}  # the library's are not counted
         return received
 
+    def stock_volume(self, volume: ModelVolume) -> tuple[float, str]:
+        """Return bytes per parameter without the block under FSDP2 or DDP, and their dtypes.
+
+        The dtypes are written as "bf16" or "bf16 + fp32". Replicas all-reduce gradients, and gather
+        no weights.
+        """
+        nbytes = 0.0
+        names: dict[str, None] = {}
+        workload = self.workload
+        for level, params in zip(self.levels, workload.params, strict=True):
+            passes = 1 if level.returning is None else 2
+            for sent in params:
+                numel = sent.param.shape.numel()
+                if level.returning is None:
+                    nbytes += workload.gathers * numel * sent.dtype.itemsize
+                    names[_dtype_name(sent.dtype)] = None
+                if sent.trained:
+                    nbytes += passes * numel * sent.gradient_dtype.itemsize
+                    names[_dtype_name(sent.gradient_dtype)] = None
+        return nbytes / max(1, volume.numel), " + ".join(names)
+
     def peak_bytes(self, volume: ModelVolume) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
-        return volume.peak_bytes(self._front.sizes())
+        return volume.peak_bytes(self.sizes)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bf16"."""
+    return CAST_NAMES.get(dtype, str(dtype).removeprefix("torch."))

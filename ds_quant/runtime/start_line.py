@@ -48,9 +48,9 @@ class LineParts:
     volume: ModelVolume
     stock_bytes: float
     stock_dtypes: str
-    micro_steps: int
-    period: str
-    kept_bytes: float
+    micro_steps: int = 1
+    period: str = "step"
+    kept_bytes: float = 0.0
     kept_where: str = ""
     between: str = "x"
     fetches: str = ""
@@ -143,9 +143,9 @@ def _places(run: Run) -> str:
 def _weights_dtype(run: Run) -> torch.dtype:
     """Return the dtype of most weights."""
     numel_by_dtype: Counter[torch.dtype] = Counter()
-    for specs in run.workload.param_specs:
-        for spec in specs:
-            numel_by_dtype[spec.dtype] += torch.Size(spec.shape).numel()
+    for params in run.workload.params:
+        for sent in params:
+            numel_by_dtype[sent.dtype] += sent.param.shape.numel()
     return max(numel_by_dtype, key=lambda dtype: numel_by_dtype[dtype], default=torch.bfloat16)
 
 

@@ -6,93 +6,89 @@ rank decides for all.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import torch
 
-from ds_quant.comm.hierarchy import HierarchicalCommunicator
-from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Communicator
+from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.policy import autotune, choosing, refusals
-from ds_quant.policy.route import Routes
-from ds_quant.runtime import groups
+from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime.run import Run
 
 
-def tuned(
-    config: QuantizedCommConfig,
-    topology: Topology,
-    work: autotune.Work,
-    *,
-    stage: int,
-    process_group: Any,
-    device: torch.device,
-    has_streams: bool,
-    dist: Any = None,
-    stock_gradients: bool = False,
-) -> tuple[QuantizedCommConfig, list[str]]:
-    """Return the block with the chosen scheme, and notices that say why. A collective.
+class HasRun(Protocol):
+    """A front, with the run that it holds."""
 
-    Args:
-        process_group: of all ranks; None for the world.
-        dist: module with the collectives, DeepSpeed's if None.
-        stock_gradients: the front's library reduces gradients itself.
+    @property
+    def run(self) -> Run:
+        """The run of the front."""
+
+
+F = TypeVar("F", bound=HasRun)
+
+
+def tuned_front(config: QuantizedCommConfig, make: Callable[[Scheme], F]) -> F:
+    """Return the front with the block's scheme. A collective.
+
+    For "autotune" a first front in full precision measures; its messages are in no report.
+
+    make: returns a front that is not connected to its model.
     """
-    if topology.world == 1:
-        return config.with_scheme("full_precision"), []
-    hierarchy = _hierarchy(config, topology, process_group, device, has_streams, dist)
+    if config.scheme != AUTOTUNE:
+        return make(config.to_scheme())
+    front = make(config.with_scheme("full_precision").to_scheme())
+    if front.run.topology.world == 1:
+        return front
+    seconds = _seconds_by_scheme(config, front.run)
+    front = make(config.with_scheme(autotune.choose(seconds)).to_scheme())
+    front.run.notices.insert(0, autotune.reason(seconds))
+    return front
+
+
+def _seconds_by_scheme(config: QuantizedCommConfig, run: Run) -> dict[str, float]:
+    """Return the seconds of a step's messages under every candidate, as the first rank has them."""
+    routes, topology, hierarchy = run.routes, run.topology, run.world.hierarchy
     nodes, node_size = topology.nodes, topology.node_size
+    place = choosing.Place(routes.stage, nodes, node_size, config.allow_full_replica)
+    work = _work(run)
     seconds: dict[str, float] = {}
-    place = choosing.Place(stage, nodes, node_size, config.allow_full_replica)
     for name in choosing.autotune_candidates(place):
         candidate = config.with_scheme(name)
-        if refusals.can_start(candidate, stage=stage, world=topology.world, node_size=node_size):
-            routes = Routes(
+        if refusals.can_start(
+            candidate, stage=routes.stage, world=topology.world, node_size=node_size
+        ):
+            routes_of_candidate = replace(
+                routes,
                 scheme=candidate.to_scheme(),
-                stage=stage,
-                nodes=nodes,
-                node_size=node_size,
-                stock_gradients=stock_gradients,
+                stock_gradients=run.workload.stock_gradients,
             )
-            seconds[name] = autotune.step_seconds(routes, hierarchy, work, device)
-    flat = hierarchy.flat
+            seconds[name] = autotune.step_seconds(routes_of_candidate, hierarchy, work, run.device)
     of_first_rank = [seconds]
     torch.distributed.broadcast_object_list(
-        of_first_rank, src=flat.ranks[0], group=flat.process_group
+        of_first_rank, src=hierarchy.flat.ranks[0], group=hierarchy.flat.process_group
     )
-    seconds = of_first_rank[0]
-    return config.with_scheme(autotune.choose(seconds)), [autotune.reason(seconds)]
+    return of_first_rank[0]
 
 
-def _hierarchy(
-    config: QuantizedCommConfig,
-    topology: Topology,
-    process_group: Any,
-    device: torch.device,
-    has_streams: bool,
-    dist: Any,
-) -> HierarchicalCommunicator:
-    """Return the communicators of all ranks and of the two levels.
-
-    Their messages are not those of the run: the report leaves them out.
-    """
-    traffic = Traffic()
-
-    def communicator(group: Any) -> Communicator:
-        return Communicator(
-            group, topology=topology, traffic=traffic, backend=config.backend, dist=dist
-        )
-
-    flat = communicator(process_group)
-    if topology.node_size in (1, topology.world):
-        return HierarchicalCommunicator(flat)
-
-    def least(numbers: list[int]) -> list[int]:
-        minimum: list[int] = flat.least(torch.tensor(numbers, device=device)).tolist()
-        return minimum
-
-    level_groups = groups.level_groups(
-        topology, device=device, has_streams=has_streams, least=least
+def _work(run: Run) -> autotune.Work:
+    """Return the sizes of a step's messages on the first level."""
+    workload = run.workload
+    params = workload.params[0]
+    numel = sum(sent.param.shape.numel() for sent in params)
+    trained = sum(sent.param.shape.numel() for sent in params if sent.trained)
+    if run.routes.stage < 3:  # frozen weights are not sent
+        numel = trained
+    dtypes = [sent.dtype for sent in params if sent.dtype.is_floating_point]
+    return autotune.Work(
+        numel=numel,
+        trained=trained,
+        gather=min(workload.gather, numel),
+        bucket=min(run.sizes[0].bucket, trained),
+        dtype=dtypes[0] if dtypes else torch.float32,
+        gradients=workload.gradient_dtype,
+        micro_steps=workload.micro_steps,
+        gathers=workload.gathers,
     )
-    return HierarchicalCommunicator(flat, *map(communicator, level_groups))

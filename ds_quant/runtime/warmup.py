@@ -60,6 +60,30 @@ class MessageKinds:
     has_few_ranks: bool
 
 
+def message_kinds(run: Run, levels: Sequence[Level]) -> MessageKinds:
+    """Return dtypes and levels of a run's messages.
+
+    levels: over which weights or gradients are sent. One that the run does not list is of a process
+        group that is smaller than the run.
+    """
+    workload = run.workload
+    params = [sent for of_level in workload.params for sent in of_level]
+    weight_dtypes = {
+        sent.dtype
+        for sent in params
+        if run.routes.sends_weights and sent.dtype.is_floating_point and not sent.stock_weights
+    }
+    reduces = not workload.stock_gradients and any(not sent.stock_gradients for sent in params)
+    return MessageKinds(
+        weight_dtypes=sorted(weight_dtypes, key=str),
+        gradient_dtype=workload.gradient_dtype,
+        reducing=levels if reduces else [],
+        all_levels=levels,
+        crosses_once=any(level.routes.gradients().keeps_partial_sums for level in levels),
+        has_few_ranks=any(level not in run.levels for level in levels),
+    )
+
+
 def warm_up(run: Run, kinds: MessageKinds) -> None:
     """Launch every kernel of a run and connect every communicator. All its ranks call it.
 

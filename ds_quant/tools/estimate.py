@@ -131,9 +131,9 @@ def _notes(plan: Plan, rows: list[Row], show_all: bool) -> list[str]:
     most = [f"{row.most_bytes:.3f} ({row.scheme})" for row in rows if row.most_bytes]
     if most:
         notes.append(f"lossless: {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4.")
-    if show_all:
+    if most and show_all:
         notes.append("at most, in B/param: " + ", ".join(most))
-    else:
+    if not show_all:
         notes.append("--all shows every scheme and its memory.")
     return notes
 

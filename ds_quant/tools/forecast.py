@@ -165,7 +165,6 @@ class Plan:
             bucket=self.buckets.reduce,
             window=self.buckets.allgather,
             prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
-            itemsize=self.dtype.itemsize,
             offloaded=self.offloads_shard,
             slicing=_GPU_SLICING,
         )

@@ -7,24 +7,20 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ds_quant.codec.module import load as load_codec
 from ds_quant.comm.topology import Topology
-from ds_quant.config.environment import KILL_VARIABLE, VARIABLE
-from ds_quant.config.presets import AUTOTUNE
-from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
-from ds_quant.kernels import dispatch
-from ds_quant.policy import autotune, refusals
+from ds_quant.config.environment import VARIABLE
+from ds_quant.config.schema import QuantizedCommConfig
+from ds_quant.policy import refusals
 from ds_quant.runtime import handshake, message_check
 from ds_quant.runtime.copies import WeightCache, compare_copies
-from ds_quant.runtime.fallback import Fallback, kill_file
+from ds_quant.runtime.fallback import fallback_of
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import announce, saving
-from ds_quant.runtime.telemetry import unwritable
-from ds_quant.runtime.tuning import tuned
+from ds_quant.runtime.tuning import tuned_front
 from ds_quant.runtime.warmup import warm_up
 from ds_quant.zero import (
     accelerator,
@@ -43,7 +39,7 @@ from ds_quant.zero.engine import AttachedEngine
 from ds_quant.zero.equal_buckets import require_equal
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.front import EngineFront
-from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
+from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import NO_OWNER, PartialGradients
@@ -51,32 +47,6 @@ from ds_quant.zero.replica import Replica
 from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.startup_line import line_parts_of
 from ds_quant.zero.telemetry import Telemetry, is_read
-
-# ---- autotune ----
-
-
-def _work(engine: Engine, stage: int) -> autotune.Work:
-    """Return the sizes of a step's messages."""
-    numel, trained = sharded_params.elements(engine.module)
-    if stage == 3:
-        gather = numel // max(1, gathered_modules(engine.module))
-        gathers = predicted_gathers(engine)
-    else:
-        numel = trained
-        gather = engine.zero_allgather_bucket_size()
-        gathers = 1.0
-    dtypes = [p.dtype for p in engine.module.parameters() if p.is_floating_point()]
-    return autotune.Work(
-        numel=numel,
-        trained=trained,
-        gather=min(gather, numel),
-        bucket=min(engine.zero_reduce_bucket_size(), trained),
-        dtype=dtypes[0] if dtypes else torch.float32,
-        gradients=engine.communication_data_type,
-        micro_steps=engine.gradient_accumulation_steps(),
-        gathers=gathers,
-    )
-
 
 # ---- attach ----
 
@@ -97,9 +67,9 @@ def attach(engine: Engine, optimizer: Any) -> None:
     # Checked a second time. ``install.read_block`` ran ahead of DeepSpeed's checks, so that a user
     # reads these messages first; it knew neither the optimizer nor a stage that was set later.
     refusals.refuse(hooks.param_dict(engine), config, bf16_optimizer=optimizer is None)
-    rank, world = hooks.rank_and_world()
+    _, world = hooks.rank_and_world()
     config.validate_world(world)
-    topology = _agree(config, rank, world)
+    topology = _topology(config, world)
     front = _make_front(engine, config, topology, optimizer)
     run = front.run
     events = hooks.Hooks(engine, optimizer)
@@ -122,21 +92,11 @@ def attach(engine: Engine, optimizer: Any) -> None:
     announce(run, line_parts_of(front))
 
 
-def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
+def _topology(config: QuantizedCommConfig, world: int) -> Topology:
     """Run the handshake of all ranks and return the topology."""
-    # Facts that must be equal on all ranks, by the name that an error shows.
-    must = {f"codec {name}": load_codec(name).digest for name in config.own_codecs.values()}
-    # All ranks must vote, or none: a vote of some would hang.
-    must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
-    node_size = handshake.handshake(
-        config=config,
-        must=must,
-        kernels=dispatch.describe(accelerator.device(), config.backend),
-        rank=rank,
-        world=world,
-        fault=unwritable(config.metrics, rank),
-    )
-    return Topology(world=world, node_size=config.node_size or node_size)
+    codecs = {f"codec {name}": load_codec(name).digest for name in config.own_codecs.values()}
+    node_size = handshake.handshake(config, facts=codecs, device=accelerator.device())
+    return Topology(world=world, node_size=node_size)
 
 
 def _make_front(
@@ -151,28 +111,15 @@ def _make_front(
             node_size=topology.node_size,
             model_bytes=sharded_params.total_bytes(engine.module),
         )
-    stock_gradients_reason = muon.stock_gradients_reason(engine)
-    notices: list[str] = []
-    if config.scheme == AUTOTUNE:
-        config, notices = tuned(
-            config,
-            topology,
-            _work(engine, stage),
-            stage=stage,
-            process_group=None,
-            device=accelerator.device(),
-            has_streams=accelerator.has_streams(),
-            stock_gradients=stock_gradients_reason is not None,
-        )
-    return EngineFront(
+    make = partial(
+        EngineFront,
         engine,
-        config.to_scheme(),
         topology,
         served_params=_served_params(engine, optimizer) if topology.world > 1 else (),
         gather_count=GatherCount(engine) if stage == 3 else None,
-        stock_gradients_reason=stock_gradients_reason,
-        notices=notices,
+        stock_gradients_reason=muon.stock_gradients_reason(engine),
     )
+    return tuned_front(config, make)
 
 
 def _served_params(engine: Engine, optimizer: Any) -> list[tuple[Tensor, object]]:
@@ -207,7 +154,7 @@ def _connect(attached: AttachedEngine, config: QuantizedCommConfig, *, trains: b
     front, run, events = attached.front, attached.run, attached.events
     telemetry: Telemetry | None = None
     rank, world = hooks.rank_and_world()
-    fallback = _make_fallback(attached, config.fallback)
+    fallback = fallback_of(run, attached.resync)
     has_checksums = run.scheme.block.payload_checksum and world > 1
     if has_checksums:
         run.notices.append("every message carries a checksum")
@@ -278,18 +225,6 @@ def _add_weight_updates(attached: AttachedEngine) -> None:
 def _compare_copies(run: Run, cache: WeightCache) -> None:
     """Compare the copies after an update, once they have the new weights."""
     compare_copies(run, cache, run.step + 1)  # DeepSpeed counts the step only after it
-
-
-def _make_fallback(attached: AttachedEngine, settings: FallbackConfig) -> Fallback | None:
-    """Return the vote on full precision, None if there is nothing to vote on."""
-    watches = kill_file() is not None
-    if settings.on_nonfinite == "skip" and not watches:
-        return None
-    fallback = Fallback(attached.run, settings, attached.resync)
-    if watches:
-        attached.run.notices.append(f"{KILL_VARIABLE} watched")
-        fallback.vote()  # the file may exist already
-    return fallback
 
 
 # ---- ZeRO-3 ----

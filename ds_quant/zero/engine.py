@@ -9,7 +9,7 @@ from ds_quant.runtime.copies import WeightCache
 from ds_quant.runtime.figures import figures
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.start_line import full_line
-from ds_quant.runtime.warmup import MessageKinds
+from ds_quant.runtime.warmup import MessageKinds, message_kinds
 from ds_quant.zero import hooks
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.front import EngineFront
@@ -68,16 +68,7 @@ class AttachedEngine:
         """Return dtypes and levels of the messages, for ``warm_up``."""
         front = self.front
         levels = list(dict.fromkeys(front.run.level(group) for _, group in front.served_params))
-        params = front.engine.module.parameters()
-        dtypes = {p.dtype for p in params if p.is_floating_point()}
-        return MessageKinds(
-            weight_dtypes=sorted(dtypes, key=str),
-            gradient_dtype=front.engine.communication_data_type,
-            reducing=levels if front.stock_gradients_reason is None else [],
-            all_levels=levels,
-            crosses_once=self.partial_gradients is not None,
-            has_few_ranks=front.has_few_ranks,
-        )
+        return message_kinds(self.run, levels)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of ``ds_quant.report``."""

@@ -8,14 +8,13 @@ from typing import cast
 from torch import Tensor
 
 from ds_quant.comm.topology import Topology
-from ds_quant.policy.cost import ParamSpec
 from ds_quant.policy.in_flight import BUCKETS_AHEAD
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
-from ds_quant.runtime.front import Workload
+from ds_quant.runtime.front import SentParam, Workload
 from ds_quant.runtime.param import Param
-from ds_quant.runtime.run import ProcessGroups, Run
+from ds_quant.runtime.run import Run
 from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.deepspeed_types import Engine, ZeroParameter
 from ds_quant.zero.gather_count import GatherCount
@@ -29,7 +28,6 @@ class EngineFront:
         gather_count: of ZeRO-3. None: a micro-step gathers every weight once.
         stock_gradients_reason: setting because of which DeepSpeed reduces gradients itself, or
             None. ``Routes`` does not know of it, so callers look here first.
-        notices: sentences that the start-up line adds.
 
     requested_roles: roles for which DeepSpeed has called the plugin.
     """
@@ -37,13 +35,12 @@ class EngineFront:
     def __init__(
         self,
         engine: Engine,
-        scheme: Scheme,
         topology: Topology,
+        scheme: Scheme,
         *,
         served_params: Sequence[tuple[Tensor, object]] = (),
         gather_count: GatherCount | None = None,
         stock_gradients_reason: str | None = None,
-        notices: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self.served_params = served_params
@@ -51,24 +48,17 @@ class EngineFront:
         self.stock_gradients_reason = stock_gradients_reason
         self.requested_roles: set[str] = set()
         self._backwards: dict[int, int] = {}  # finished in the current optimizer step
-        routes = Routes(
-            scheme=scheme,
-            stage=engine.zero_optimization_stage(),
-            nodes=topology.nodes,
-            node_size=topology.node_size,
-        )
-        self.run = self._make_run(routes, topology, notices)
+        routes = Routes.over(topology, scheme, stage=engine.zero_optimization_stage())
+        self.run = self._make_run(routes, topology)
 
-    def _make_run(self, routes: Routes, topology: Topology, notices: Sequence[str]) -> Run:
+    def _make_run(self, routes: Routes, topology: Topology) -> Run:
         return Run(
             self,
             routes,
             topology,
             params_of(self.engine, routes),
-            process_groups=ProcessGroups(),
             device=accelerator.device(),
             has_streams=accelerator.has_streams(),
-            notices=notices,
         )
 
     @property
@@ -120,24 +110,24 @@ class EngineFront:
 
     def workload(self) -> Workload:
         """Return the communication of an optimizer step."""
-        param_specs = [
-            ParamSpec(
-                name=param.name,
-                shape=param.shape,
+        engine = self.engine
+        params = [
+            SentParam(
+                param=param,
                 dtype=param.tensor.dtype,
-                trainable=param.tensor.requires_grad,
-                packed=param.packed,
-                needs_full_gradient=param.needs_full_gradient,
-                boundary=param.boundary,
+                gradient_dtype=engine.communication_data_type,
+                trained=param.tensor.requires_grad,
             )
             for param in self.run.params
         ]
-        engine = self.engine
+        gather = engine.zero_allgather_bucket_size()
+        if self.gather_count is not None:
+            gather = self.gather_count.mean_numel
         return Workload(
-            param_specs=[param_specs],
+            params=[params],
             gathers=self.gathers,
+            gather=gather,
             micro_steps=engine.gradient_accumulation_steps(),
-            gradient_dtype=engine.communication_data_type,
             stock_gradients=self.stock_gradients_reason is not None,
         )
 
@@ -154,7 +144,6 @@ class EngineFront:
             bucket=engine.zero_reduce_bucket_size(),
             window=engine.zero_allgather_bucket_size(),
             prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
-            itemsize=engine.communication_data_type.itemsize,
             under_way=1 + BUCKETS_AHEAD if overlaps_on_cpu else 1,
             offloaded=offload.offloads_parameters(engine),
             slicing=self.run.slicing,

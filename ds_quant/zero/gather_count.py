@@ -22,17 +22,6 @@ _RECORDING = 2  # micro-steps, see [Note: steady state]
 _TOLERANCE = 0.03  # relative error of a prediction that is not logged
 
 
-def predicted_gathers(engine: Engine) -> float:
-    """Predict the gathers of an element per micro-step by the rule of ``policy.model``."""
-    settings = FetchSettings(
-        max_reuse_distance=engine.zero_max_reuse_distance(),
-        max_live_parameters=engine.zero_max_live_parameters(),
-        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
-    )
-    numel, _ = sharded_params.elements(engine.module)
-    return settings.gathers(numel, gathered_modules(engine.module))
-
-
 def gathered_modules(module: torch.nn.Module) -> int:
     """Count the modules whose own parameters ZeRO-3 gathers, each on its own."""
     is_leaf = sharded_params.is_gathered_whole(module)
@@ -48,12 +37,21 @@ class GatherCount:
     """The gathers of an element per micro-step of one engine.
 
     gathers: predicted, until ``count`` has replaced it.
+    mean_numel: elements of one gather, predicted.
     is_counting: True while ``fetched`` must be called.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.gathers = predicted_gathers(engine)
+        numel, _ = sharded_params.elements(engine.module)
+        modules = gathered_modules(engine.module)
+        settings = FetchSettings(
+            max_reuse_distance=engine.zero_max_reuse_distance(),
+            max_live_parameters=engine.zero_max_live_parameters(),
+            prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
+        )
+        self.gathers = settings.gathers(numel, modules)  # by the rule of ``policy.model``
+        self.mean_numel = numel // max(1, modules)
         self.is_counting = False
         self._fetched_numel = 0
         self._undisturbed = 0  # micro-steps before this optimizer step

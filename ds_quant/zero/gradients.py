@@ -24,12 +24,16 @@ from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import ReductionHop, Segment
-from ds_quant.comm.small_tensors import SMALL_NUMEL
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode, Offsets
 from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
-from ds_quant.runtime.param import GradientCodecs, Param, full_precision_gradient
+from ds_quant.runtime.param import (
+    GradientCodecs,
+    Param,
+    full_precision_gradient,
+    tight_if_small,
+)
 from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.zero.front import EngineFront
 from ds_quant.zero.partial_gradients import Member, PartialBucket, PartialGradients
@@ -219,13 +223,10 @@ class GradientReducer:
         rank: of the sender.
         """
         if self._run.is_full_precision(self._front.step):
-            gradient_codecs = full_precision_gradient(dtype, hops)
+            codecs = full_precision_gradient(dtype, hops)
         else:
-            gradient_codecs = param.gradient_codecs(dtype, rank=rank, hops=hops)
-        is_cast = isinstance(gradient_codecs.spec.codecs[-1], CastCodec)
-        if is_cast and numel <= SMALL_NUMEL:
-            return full_precision_gradient(dtype, hops, tight=True)
-        return gradient_codecs
+            codecs = param.gradient_codecs(dtype, rank=rank, hops=hops)
+        return tight_if_small(numel, codecs, dtype)
 
     def _begin(
         self, layout: BucketLayout, tensors: Sequence[Tensor], hops: Sequence[ReductionHop]

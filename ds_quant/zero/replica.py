@@ -98,7 +98,7 @@ class Replica:
             self._run.learn_levels(step, self._own_values())
         written: list[Param] = []
         if self._has_reference and not self._run.is_full_precision(step):
-            written = [self._param_of(p) for p in self._writes.written()]
+            written = [self._run.known_param(p) for p in self._writes.written()]
         self._gather(step, written=frozenset(written))
         if written:
             self._log_writes(written, "this step sends their exact weights")
@@ -152,7 +152,7 @@ class Replica:
         for p, values in written:
             p.data.copy_(values)
         if written:
-            params = [self._param_of(p) for p, _ in written]
+            params = [self._run.known_param(p) for p, _ in written]
             self._log_writes(params, "exports hold them as they are, and the next step overwrites")
 
     def _take_fingerprints(self) -> None:
@@ -169,11 +169,6 @@ class Replica:
             f"quantized_comm: your code has written {len(written)} parameter(s) since the last "
             f"step, such as {written[0].name}: {consequence} (logged once)"
         )
-
-    def _param_of(self, parameter: Tensor) -> Param:
-        param = self._run.param_of(parameter)
-        assert param is not None  # attach refuses optimizers with parameters of other modules
-        return param
 
     # ---- all holders ----
 
@@ -277,7 +272,7 @@ class Replica:
         indices: dict[Hashable, int] = {}
         slices: list[tuple[GatherSlice, int | None]] = []
         for p, owner, start, stop in group.owned_ranges(self._offsets, width, within):
-            param = self._param_of(p)
+            param = self._run.known_param(p)
             is_own = owner == hierarchy.rank
             hop_codec: HopCodec | None = None
             if not sent.exact and param not in sent.written:
@@ -318,7 +313,7 @@ class Replica:
         group, hierarchy, within = window
         width = group.flat.numel() // hierarchy.size
         owned = group.owned_ranges(self._offsets, width, within)
-        return any(self._param_of(part.parameter) in params for part in owned)
+        return any(self._run.known_param(part.parameter) in params for part in owned)
 
 
 def _ranges(group: ReplicaGroup, ranks: int, most_numel: int) -> Iterator[range]:

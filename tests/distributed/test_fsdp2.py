@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 import ds_quant
 from ds_quant import fsdp2
-from ds_quant.fsdp2.attaching import report
 from tests.distributed.harness import of_all_ranks, on_ranks, run
 from tests.distributed.models import build, settings
 from tests.thin import thinned
@@ -84,7 +83,7 @@ def trained(
     if block is not None:
         assert fsdp2.attach(model, {"min_numel": 512, **block}, optimizer=optimizer) is not None
     losses = train(model, optimizer, steps=steps, micro_steps=micro_steps)
-    return losses, weights_of(model), report(model)
+    return losses, weights_of(model), ds_quant.report(model)
 
 
 def all_equal(weights: dict[str, torch.Tensor]) -> bool:

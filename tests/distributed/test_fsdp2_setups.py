@@ -430,6 +430,20 @@ def test_a_deleted_model_is_freed_with_its_front() -> None:
         groups = known
 
 
+@on_ranks(2)
+def test_an_optimizer_that_the_user_drops_is_freed_while_the_model_stays_attached() -> None:
+    model = sharded()
+    optimizer = adam(model)
+    front = fsdp2.attach(model, {**BLOCK, "scheme": "qsdp"}, optimizer=optimizer)
+    three_steps(Run(model, optimizer, front))
+    dropped = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert dropped() is None
+    three_steps(Run(model, sgd(model), front))
+    front.detach()
+
+
 @on_ranks(4)
 def test_a_detached_model_trains_on_as_fsdp2_alone_and_is_attached_again() -> None:
     def program(run: Run) -> None:

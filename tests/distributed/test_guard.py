@@ -75,10 +75,10 @@ def started(configs: list[dict[str, Any]]) -> tuple[str, float]:
 
     begun, compare = 0, handshake.handshake
 
-    def noted(**facts: Any) -> int:
+    def noted(*args: Any, **facts: Any) -> int:
         nonlocal begun
         begun = collectives_issued()
-        return compare(**facts)
+        return compare(*args, **facts)
 
     message, start = "", time.monotonic()
     with patch.object(handshake, "handshake", noted):
@@ -212,8 +212,7 @@ def _store_rank() -> int:
     store = _Counted(distributed._get_default_store())
     with patch.object(distributed, "_get_default_store", return_value=store):
         handshake.handshake(
-            config=parse_block(CAREFUL), must={}, kernels="",
-            rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size(),
+            parse_block(CAREFUL), facts={}, device=torch.device("cpu")
         )  # fmt: skip
     return store.asked
 

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ds_quant import fsdp2
 from ds_quant.kernels import dispatch, launch_batch
-from ds_quant.runtime.warmup import warm_up_kernels
+from ds_quant.runtime.run import Run
+from ds_quant.runtime.warmup import MessageKinds, message_kinds, warm_up_kernels
 from tests.distributed.features import separate_experts
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import engine_of, plain_descent, train_steps
@@ -74,10 +75,10 @@ class Recorder:
         return [*kernels, launched], left
 
 
-def check(attached: Any, train: Callable[[], object]) -> None:
+def check(run: Run, kinds: MessageKinds, train: Callable[[], object]) -> None:
     """Compare the kernels of a training with those of the warm-up."""
     recorder = Recorder()
-    warm_up_kernels(attached.run, attached.message_kinds(), torch.device("cpu"))
+    warm_up_kernels(run, kinds, torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
     train()
     new = sorted(recorder.variants - rehearsed)
@@ -99,7 +100,8 @@ def test_training_launches_nothing_new(place: int, stage: int) -> None:
     # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
     zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
     engine = engine_of(stage, block, accumulation=2, zero=zero)
-    check(engine.ds_quant_attached, lambda: train_steps(engine, 3))
+    attached = engine.ds_quant_attached
+    check(attached.run, attached.message_kinds(), lambda: train_steps(engine, 3))
 
 
 @on_ranks(4)
@@ -108,7 +110,8 @@ def test_training_of_experts_launches_nothing_new() -> None:
     block = {"scheme": "qsdp", "node_size": 2}
     how = {"optimizer": plain_descent, "groups": separate_experts}
     engine = engine_of(2, block, lambda: Mixture(2), **how)
-    check(engine.ds_quant_attached, lambda: train_steps(engine, 3))
+    attached = engine.ds_quant_attached
+    check(attached.run, attached.message_kinds(), lambda: train_steps(engine, 3))
 
 
 @pytest.mark.parametrize(
@@ -144,4 +147,4 @@ def test_training_under_fsdp2_launches_nothing_new(scheme: str, replicas: int) -
             optimizer.step()
             optimizer.zero_grad()
 
-    check(front, train)
+    check(front.run, message_kinds(front.run, front.run.levels), train)

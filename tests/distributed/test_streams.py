@@ -366,7 +366,7 @@ def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> Non
     for kind, backend in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
         accelerator.device = lambda kind=kind: torch.device(kind)
         module.carries = lambda *_, backend=backend: backend
-        front = EngineFront(alone, scheme, Topology(world=1, node_size=1))
+        front = EngineFront(alone, Topology(world=1, node_size=1), scheme)
         assert front.run.slicing.pace == presumed_pace(torch.device(kind), backend)
 
 

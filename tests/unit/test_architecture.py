@@ -236,6 +236,7 @@ HUBS = {
     "zero/engine.py": "AttachedEngine",
     "fsdp2/context.py": "Context",
     "fsdp2/model.py": "AttachedModel",
+    "ddp/model.py": "AttachedModel",
 }  # classes that many modules of a room are given
 MAX_HUB_ATTRIBUTES = 12
 

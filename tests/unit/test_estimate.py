@@ -285,6 +285,8 @@ def test_one_box_under_ddp_is_priced_by_the_links_inside(capsys) -> None:
     half = rows(capsys, *options, "--intra", "80", "--dtype", "bf16")
     assert half["ddp as shipped"]["inter_bytes"] == 4
     assert "ddp with bf16_compress_hook" not in half
+    assert main(["estimate", *options, "--all"]) == 0
+    assert "at most, in B/param" not in capsys.readouterr().out  # no message varies
 
 
 def test_settings_of_deepspeed_are_refused_under_ddp(capsys) -> None:

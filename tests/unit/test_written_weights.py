@@ -122,21 +122,6 @@ def test_a_write_of_another_rank_is_noticed() -> None:
     assert weights.written(shards, OtherRank([0, 0, -1], [1, 0, 1])) == [1]
 
 
-def test_a_known_write_is_ignored_once() -> None:
-    shards = shards_of(100, 200)
-    weights = watched(shards)
-    weights.ignore(1)
-    for shard in shards:
-        shard.zero_()
-    assert weights.written(shards, OneRank()) == [0]
-    assert weights.written(shards, OneRank()) == []
-    weights.take(shards)
-    shards[1].fill_(1)
-    assert weights.written(shards, OneRank()) == [1]
-    weights.forget()
-    assert weights.written(shards, OneRank()) == []
-
-
 def test_a_write_that_was_noted_is_found_after_a_step() -> None:
     shards = shards_of(100, 200, 300)
     weights = watched(shards)

@@ -1,0 +1,102 @@
+"""Plan the reduction of gradients under FSDP2 and DDP, and the way back of their sums.
+
+Sums go back to the ranks that hold the same weights: see comm/returned_sums.py. Under DDP these are
+all ranks, with replicas under FSDP2 the ranks of equal place in all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduction_plan import Segment
+from ds_quant.comm.returned_sums import Piece, ReturnedSums
+from ds_quant.comm.transport import Pending
+from ds_quant.runtime.param import (
+    GradientCodecs,
+    Param,
+    bind,
+    full_precision_gradient,
+    tight_if_small,
+)
+from ds_quant.runtime.run import Level
+
+
+def reduced_codecs(
+    level: Level, params: Sequence[Param], dtype: torch.dtype, *, full_precision: bool
+) -> list[GradientCodecs]:
+    """Return the codecs of gradients on their way to the ranks that sum them.
+
+    full_precision: nothing is quantized in this step.
+    """
+    hops = len(level.hops)
+    gradient_codecs: list[GradientCodecs] = []
+    for param in params:
+        codecs = full_precision_gradient(dtype, hops)
+        if not full_precision:
+            codecs = param.gradient_codecs(dtype, rank=level.hierarchy.rank, hops=hops)
+        gradient_codecs.append(tight_if_small(param.shape.numel(), codecs, dtype))
+    return gradient_codecs
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReturnedGradients:
+    """The exchange that returns the sums, the same in every step. codecs: of every gradient."""
+
+    codecs: Sequence[GradientCodecs]
+    exchange: ReturnedSums
+
+    def send(self, sums: Tensor, output: Tensor, step: int) -> Pending[None]:
+        """Begin to fill ``output`` with the sums of all ranks.
+
+        sums: those that this rank has made.
+        step: address of the random bits.
+        """
+        bound_codecs, rotations = bind(self.codecs, step, step)
+        return self.exchange.send(sums, output, [codec for (codec,) in bound_codecs], rotations)
+
+
+def plan_return(
+    level: Level,
+    params: Sequence[Param],
+    dtype: torch.dtype,
+    segments: Sequence[Segment],
+    sums: GradientSums,
+    *,
+    full_precision: bool,
+    first: int = 0,
+) -> ReturnedGradients:
+    """Plan the way back of reduced segments, in their order.
+
+    params, dtype: of the gradients. full_precision: as of ``reduced_codecs``.
+    first: element of the reduced tensor at which the result begins.
+    """
+    assert level.returning is not None  # several ranks hold the same weights
+    returned_codecs: list[GradientCodecs] = []
+    for param in params:
+        codecs = full_precision_gradient(dtype, 1)
+        if not full_precision:
+            codecs = param.returned_codecs(dtype, rank=level.hierarchy.rank)
+        returned_codecs.append(tight_if_small(param.shape.numel(), codecs, dtype))
+    pieces: list[Piece] = []
+    for index, segment in enumerate(segments):
+        sender = segment.reducer
+        if level.routes.replicas:
+            sender, place = divmod(segment.reducer, level.topology.node_size)
+            if place != level.shards.rank:
+                continue  # of another shard
+        piece = Piece(
+            sender=sender,
+            gradient=segment.gradient,
+            numel=segment.numel,
+            first=segment.first,
+            source=sums.own.get(index, 0),
+            target=segment.start - first,
+        )
+        pieces.append(piece)
+    exchange = ReturnedSums(pieces, [codecs.spec for codecs in returned_codecs], level.returning)
+    return ReturnedGradients(codecs=returned_codecs, exchange=exchange)

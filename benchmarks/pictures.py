@@ -14,11 +14,13 @@ from ds_quant.policy.cost import Cluster
 from ds_quant.policy.model import of_size
 from ds_quant.tools import forecast, plot_style
 from ds_quant.tools.forecast import Plan
+from ds_quant.tools.planning import LATENCY, buckets_of
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "speedup.png"
 SCHEME = "eden4"
 LINKS = (1, 2, 5, 10, 25, 50, 100)  # Gb/s into a node, marked on the axis
 GIGABIT = 1e9 / 8
+ENCODE = 1e11  # parameters per second, the default of ``ds_quant estimate``
 # As in README's row of 7 B parameters on 2 x 8 GPUs with NVLink: bf16, 4.2 s of compute.
 NODES, NODE_SIZE, NVLINK, COMPUTE = 2, 8, 1800, 4.2
 
@@ -32,15 +34,22 @@ def parse_args() -> argparse.Namespace:
 
 def plan() -> Plan:
     """Return the run of the picture."""
+    model = of_size(7 * 10**9, dtype=torch.bfloat16)
     return Plan(
-        model=of_size(7 * 10**9, dtype=torch.bfloat16),
+        model=model,
         dtype=torch.bfloat16,
         stage=3,
         micro_steps=1,
         compute=COMPUTE,
         cluster=Cluster(
-            nodes=NODES, node_size=NODE_SIZE, link=GIGABIT, intra_link=NVLINK * GIGABIT
+            nodes=NODES,
+            node_size=NODE_SIZE,
+            link=GIGABIT,
+            intra_link=NVLINK * GIGABIT,
+            encode=ENCODE,
+            latency=LATENCY,
         ),
+        buckets=buckets_of({}, model.hidden, 3),
     )
 
 

@@ -117,6 +117,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="elements; default: ZeRO-3 2 million, so several buckets are sent during backward, as "
         "of a large model; ZeRO-1/2 DeepSpeed's 500 million, one bucket",
     )
+    add("--lr", type=float, default=1e-4, help="learning rate")
     add("--prefetch-bucket-size", type=int, default=300_000, help="elements, under ZeRO-3")
     add(
         "--reuse-distance",
@@ -199,7 +200,7 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulation,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": True}},
         "bf16": {"enabled": True},
         "zero_optimization": zero,
     }

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import ddp_engine
 import deepspeed
 import fsdp2_engine
 import lab
+import text
 import torch
 from ddp_engine import DDPEngine
 from deepspeed import comm as dist
 from fsdp2_engine import FSDP2Engine
-from gpt import GPT, VOCABULARY, Block, GPTConfig
+from gpt import GPT, Block, GPTConfig
 from speed import WAITING
 
 import ds_quant
@@ -51,23 +53,33 @@ def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
     return engine
 
 
+@cache
+def tokens() -> torch.Tensor:
+    """Return the text that all engines train on, as bytes."""
+    return text.load(Path(text.SOURCE))
+
+
 def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
     """Return seconds of `count` optimizer steps and the mean loss of the last micro-step.
 
     Steps are timed from barrier to barrier. One more step runs first, because a step waits for the
-    messages of the one before. All engines train on the same tokens.
+    messages of the one before. All engines train on the same text.
     """
-    shape = (plan["batch"], plan["seq_len"])
-    generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
     dist.barrier()
     for step in range(count + 1):
         if step == 1:
             dist.barrier()
             start = time.perf_counter()
-        for _ in range(engine.gradient_accumulation_steps()):
-            loss = engine(
-                *(torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+        for micro in range(engine.gradient_accumulation_steps()):
+            inputs, targets = text.batch(
+                tokens(),
+                seed=micro,
+                step=engine.global_steps,
+                rank=dist.get_rank(),
+                batch_size=plan["batch"],
+                seq_len=plan["seq_len"],
             )
+            loss = engine(inputs, targets)
             engine.backward(loss)
             engine.step()
     dist.barrier()

@@ -102,8 +102,8 @@ def _lines_of(facts: Sequence[str]) -> list[str]:
 
 
 def _fit(lines: Sequence[str]) -> bool:
-    widest = max(len(lines[0]), *(_INDENT + len(line) for line in lines[1:]))
-    return len(lines) <= _LINES and widest <= _COLUMNS
+    widths = [len(lines[0]), *(_INDENT + len(line) for line in lines[1:])]
+    return len(lines) <= _LINES and max(widths) <= _COLUMNS
 
 
 def _filled(pieces: Sequence[str]) -> list[str]:

@@ -281,8 +281,8 @@ MODELS = (
             "packed",
             "packed_weights_keep_every_byte",
             stages=(3,),
-            remark="packed weights travel byte for byte and are counted as `packed` in the "
-            "start-up line",
+            remark="packed weights travel byte for byte and are counted as `packed` in the `line` "
+            "of `ds_quant.report`",
         ),
         fsdp2=tries(
             model=partial(wrapped, trials.PackedBase),

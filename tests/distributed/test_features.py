@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_quant.zero.startup_line import line_of
+import ds_quant
 from tests.distributed.features import ALL_FEATURES
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import (
@@ -164,4 +164,4 @@ def test_excluded_parameters_travel_exactly_and_others_do_not(stage: int) -> Non
     with watch(engine) as seen:
         evaluate(engine)
     assert {s.name for s in seen if s.bits != wanted[s.name]} == {"first.weight", "last.weight"}
-    assert "1 excluded" in line_of(engine.ds_quant_attached.front)
+    assert "1 excluded" in ds_quant.report(engine)["line"]

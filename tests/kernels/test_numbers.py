@@ -117,7 +117,9 @@ SOURCES = (
 
 
 @pytest.mark.parametrize(
-    "source", thinned(SOURCES, lambda s: s.is_quick), ids=lambda s: id_of(s.codec)
+    "source",
+    thinned([(source,) for source in SOURCES], lambda s: s.is_quick),
+    ids=lambda s: id_of(s.codec),
 )
 def test_bytes_are_those_of_the_page(all_kernels, source: Source) -> None:
     """A difference is taken once, in fp32; what a rotation lacks in its last block is zeros."""
@@ -162,7 +164,9 @@ TOTALS = (
 
 
 @pytest.mark.parametrize(
-    "total", thinned(TOTALS, lambda t: t.is_quick), ids=lambda t: f"{t.sources}-{id_of(t.codec)}"
+    "total",
+    thinned([(total,) for total in TOTALS], lambda t: t.is_quick),
+    ids=lambda t: f"{t.sources}-{id_of(t.codec)}",
 )
 def test_values_are_those_of_the_page(all_kernels, total: Total) -> None:
     """Sums in order, rotated back, scaled and cast once; single rows, added to what is there."""
@@ -460,7 +464,11 @@ def test_whole_blocks_are_decoded_without_checks_of_ends(all_kernels, codec: Gro
         assert {macros["DSQ_WHOLE"] for macros in all_kernels.macros} == {1}
 
 
-@pytest.mark.parametrize("stores", thinned(STORES, lambda stores: stores.run in (1, 8)), ids=str)
+@pytest.mark.parametrize(
+    "stores",
+    thinned([(stores,) for stores in STORES], lambda stores: stores.run in (1, 8)),
+    ids=str,
+)
 def test_every_way_of_storing_writes_the_same_values(cuda_kernels, nothing_left, stores) -> None:
     """Rows of any length and address, added to what is there; whole blocks of sums; and rotated
     ones.

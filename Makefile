@@ -53,7 +53,7 @@ test-all: install
 # Trains with Trainer, accelerate, TRL, peft and Lightning; their versions are pinned with the rest.
 test-clients: install
 	$(PIP_INSTALL) --quiet -e ".[clients]"
-	$(BIN)/python -m pytest -m clients tests/clients
+	$(BIN)/python -m pytest -m clients tests/clients tests/integration/test_examples.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -23,6 +23,11 @@ class Quantized(lightning.Callback):
     def on_fit_start(self, trainer, pl_module):
         ddp.attach(trainer.strategy.model, self.block)
 
+    def on_train_end(self, trainer, pl_module):
+        hops = ds_quant.report(trainer.strategy.model)["received_bytes"]["gradients"]
+        if trainer.is_global_zero:
+            print(f"gradients received_bytes: {sum(hops.values()):.3g}", flush=True)
+
 
 class Llama(lightning.LightningModule):
     def __init__(self):
@@ -51,9 +56,6 @@ def main():
         enable_progress_bar=False,
     )
     trainer.fit(Llama(), torch.utils.data.DataLoader(data.rows(320), batch_size=4))
-    if trainer.is_global_zero:
-        hops = ds_quant.report(trainer.strategy.model)["received_bytes"]["gradients"]
-        print(f"gradients received_bytes: {sum(hops.values()):.3g}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,12 @@ UNCOMPRESSED = "NOT compressed"
 NOTHING = "nothing is quantized"
 
 
-def saving(stock_bytes: float, sent_bytes: float, *, nodes: int) -> str:
-    """Compare the bytes of a step with those of a run without the block."""
-    where = "between nodes" if nodes > 1 else "between GPUs"
+def saving(stock_bytes: float, sent_bytes: float, *, nodes: int, ranks: str = "GPUs") -> str:
+    """Compare the bytes of a step with those of a run without the block.
+
+    ranks: their name on one node.
+    """
+    where = "between nodes" if nodes > 1 else f"between {ranks}"
     if not sent_bytes:
         return f"no bytes {where}"
     ratio = stock_bytes / sent_bytes

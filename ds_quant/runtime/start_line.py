@@ -127,7 +127,8 @@ def saving(run: Run, front: LineParts) -> str:
 def _ratio_and_bytes(run: Run, front: LineParts) -> tuple[str, str]:
     sent_bytes = front.volume.step_bytes(run.routes.stage, micro_steps=front.micro_steps)
     nodes = max(level.topology.nodes for level in run.levels)
-    ratio = in_words.saving(front.stock_bytes, sent_bytes, nodes=nodes)
+    ranks = "processes" if run.device.type == "cpu" else "GPUs"
+    ratio = in_words.saving(front.stock_bytes, sent_bytes, nodes=nodes, ranks=ranks)
     figures = f"{sent_bytes:.2f} instead of {front.stock_bytes:.2f}"
     return ratio, f"{figures} per parameter and {front.period}"
 

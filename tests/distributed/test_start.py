@@ -315,7 +315,7 @@ LONG = "sdp4bit ZeRO-3", "lossless ZeRO-2"  # three lines without the pointer to
 # Ratios and formats, and what follows the three lines. Bytes: see LINES.
 STARTS = {
     "qsdp ZeRO-3": (
-        "qsdp on ZeRO-3, 1 node x 4 CPU processes: 1.9 times fewer bytes between GPUs\n"
+        "qsdp on ZeRO-3, 1 node x 4 CPU processes: 1.9 times fewer bytes between processes\n"
         "  (3.09 instead of 6.00 per parameter and micro-step); weights and gradients in 8 bits;\n"
         "  memory per process: ",
         ["gradients are not reduced during backward: "
@@ -334,7 +334,7 @@ STARTS = {
         [],
     ),
     "qsdp ZeRO-2 on one node": (
-        "qsdp on ZeRO-2, 1 node x 4 CPU processes: 3.4 times fewer bytes between GPUs\n"
+        "qsdp on ZeRO-2, 1 node x 4 CPU processes: 3.4 times fewer bytes between processes\n"
         "  (4.07 instead of 14.00 per parameter and step); weights and gradients in 8 bits;\n"
         "  memory per process: ",
         [],
@@ -347,7 +347,7 @@ STARTS = {
         [],
     ),
     "sdp4bit ZeRO-3 on one node": (
-        "sdp4bit on ZeRO-3, 1 node x 4 CPU processes: 1.2 times fewer bytes between GPUs\n"
+        "sdp4bit on ZeRO-3, 1 node x 4 CPU processes: 1.2 times fewer bytes between processes\n"
         "  (5.04 instead of 6.00 per parameter and micro-step);"
         " weights NOT compressed, gradients in 8 bits;\n"
         "  memory per process: ",
@@ -355,7 +355,7 @@ STARTS = {
          'weights.intra, such as {"bits": 8}'],
     ),
     "lossless ZeRO-3 on one node": (
-        "lossless on ZeRO-3, 1 node x 4 CPU processes: as many bytes between GPUs as without it\n"
+        "lossless on ZeRO-3, 1 node x 4 CPU processes: as many bytes between processes as without it\n"
         "  (6.00 instead of 6.00 per parameter and micro-step); nothing is quantized;\n"
         "  memory per process: ",
         ["advice: nothing to gain on one node: remove the block, or take zero_optimization.stage "

@@ -126,9 +126,9 @@ def test_ddp_trains_under_trainer_and_accelerate(folder: Path, name: str, saved:
     assert (folder / saved).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.clients
 def test_ddp_trains_under_lightning(folder: Path) -> None:
-    needs.libraries("lightning", extra="hf")
+    needs.libraries("lightning", extra="clients")
     launch = (sys.executable, "-m", "torch.distributed.run", *options_of_torchrun().split())
     check_ddp("".join(run_both(*launch, "ddp_lightning.py", cwd=folder, **QUIET)))
 

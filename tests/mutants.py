@@ -28,7 +28,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".yaml")
-LIMIT = 300  # seconds of one test
+LIMIT = 300  # seconds of the tests of one mutant
 LIBRARY = "ds_quant/kernels/_native.so"
 
 
@@ -107,13 +107,14 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def outcome(copy: Path, test: str) -> str:
-    """Run a test in a copy. Return "passed", "failed", or the reason for another end."""
+def outcome(copy: Path, *tests: str) -> str:
+    """Run tests in a copy. Return "passed", "failed", or the reason for another end."""
     more = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in tests]
     try:
         done = subprocess.run(
-            [*command, f"tests/{test}"], cwd=copy, env=os.environ | more, timeout=LIMIT,
+            command, cwd=copy, env=os.environ | more, timeout=LIMIT,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -142,8 +142,23 @@ class NodeCopies:
             gathers = posts(rows, inter, inter, device=run.device, traffic=run.traffic)
             for node_shard, post in zip(node_shards, gathers, strict=True):
                 node_shard.exchange_lossless(post)
-        self._written.take(self._shards())
+        self._written.take(self._shards(), self._sent())
         self._record()
+
+    def _sent(self) -> set[int]:
+        """Return the parameters that the exchange has sent, by their index in all modules.
+
+        A frozen one stays comparable with what was sent of it before: an optimizer that holds its
+        gradient, or a hook of the user, may have moved it in this step.
+        """
+        sent: set[int] = set()
+        first = 0
+        for node_shard in self.node_shards:
+            own = node_shard.sharded.params
+            if node_shard.is_filled:
+                sent.update(first + index for index, param in enumerate(own) if param.trained)
+            first += len(own)
+        return sent
 
     def finish(self) -> None:
         """Wait for all running exchanges."""

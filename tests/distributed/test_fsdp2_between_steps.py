@@ -349,12 +349,50 @@ def _another_group_of_parameters(run: Run) -> None:
     run.look()
 
 
+def _freeze_for_every_last_backward(run: Run) -> None:
+    """The optimizer holds the gradient of the first backward, and moves the frozen parameters."""
+    for seed in (0, 2, 4):
+        run.model.second.requires_grad_(True)
+        run.backward(seed, last=False)
+        run.model.second.requires_grad_(False)
+        run.backward(seed + 1)
+        run.update()
+    run.look()
+
+
+def _freeze_for_every_update(run: Run) -> None:
+    for seed in range(3):
+        run.model.third.requires_grad_(True)
+        run.backward(seed)
+        run.model.third.requires_grad_(False)
+        run.update()
+    run.look()
+
+
+def _average_frozen_ones_in_a_hook(run: Run) -> None:
+    """As a teacher follows a student."""
+
+    @torch.no_grad()
+    def average(*_: Any) -> None:
+        for teacher, student in zip(
+            run.model.third.parameters(), run.model.first.parameters(), strict=True
+        ):
+            teacher.lerp_(student, 0.5)
+
+    run.model.third.requires_grad_(False)
+    run.optimizer.register_step_post_hook(average)
+    for seed in range(3):
+        run.step(seed)
+    run.look()
+
+
 FREEZING: dict[str, Program] = {
     program.__name__.strip("_"): program
     for program in (
         _thaw_after_attach, _thaw_between_steps, _thaw_between_backwards,
         _freeze_between_backwards, _freeze_for_the_last_backward, _freeze_and_thaw_in_turns,
-        _thaw_while_unsharded, _another_group_of_parameters,
+        _thaw_while_unsharded, _another_group_of_parameters, _freeze_for_every_last_backward,
+        _freeze_for_every_update, _average_frozen_ones_in_a_hook,
     )
 }  # fmt: skip
 

@@ -355,7 +355,8 @@ STARTS = {
          'weights.intra, such as {"bits": 8}'],
     ),
     "lossless ZeRO-3 on one node": (
-        "lossless on ZeRO-3, 1 node x 4 CPU processes: as many bytes between processes as without it\n"
+        "lossless on ZeRO-3, 1 node x 4 CPU processes: as many bytes between processes as "
+        "without it\n"
         "  (6.00 instead of 6.00 per parameter and micro-step); nothing is quantized;\n"
         "  memory per process: ",
         ["advice: nothing to gain on one node: remove the block, or take zero_optimization.stage "

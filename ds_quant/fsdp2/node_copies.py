@@ -145,8 +145,9 @@ class NodeCopies:
         self._written.take(self._shards(), self._sent())
         self._record()
 
-    def _sent(self) -> set[int]:
-        """Return the parameters that the exchange has sent, by their index in all modules.
+    def _sent(self) -> set[int] | None:
+        """Return the parameters that the exchange has sent, by their index in all modules; None if
+        it has sent all.
 
         A frozen one stays comparable with what was sent of it before: an optimizer that holds its
         gradient, or a hook of the user, may have moved it in this step.
@@ -158,7 +159,7 @@ class NodeCopies:
             if node_shard.is_filled:
                 sent.update(first + index for index, param in enumerate(own) if param.trained)
             first += len(own)
-        return sent
+        return None if len(sent) == first else sent
 
     def finish(self) -> None:
         """Wait for all running exchanges."""

@@ -127,7 +127,8 @@ def _ddp_of(model: object) -> DistributedDataParallel:
     raise TypeError(
         f"{KEY}: model={type(model).__name__}: allowed: a DistributedDataParallel, or a module "
         f"that holds one; {problem}. Wrap the model first (Trainer: trainer.model_wrapped, "
-        "Lightning: trainer.strategy.model), and attach each of several on its own"
+        "Lightning: trainer.strategy.model); call attach once for each of several; of an FSDP2 "
+        "model call ds_quant.fsdp2.attach"
     )
 
 

@@ -44,7 +44,7 @@ def attach(
     model: nn.Module,
     block: Mapping[str, Any] | str | Path | None = None,
     *,
-    optimizer: Optimizer | Iterable[Optimizer],
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> AttachedModel | InactiveFront:
     """Send the weights and gradients of an FSDP2 model as a ``quantized_comm`` block says.
 
@@ -56,9 +56,9 @@ def attach(
             over all its ranks or, with replicas, over the ranks of each: see docs/fsdp2.md.
         block: the block, the name of a preset, JSON, or the path of a file that holds JSON. None:
             that of DS_QUANT_BLOCK.
-        optimizer: the optimizer of the model's parameters, or a list of several. Others that hold
-            parameters of the model are followed from their first step. An empty list: a model that
-            is only evaluated.
+        optimizer: required. The optimizer of the model's parameters, or a list of several. Others
+            that hold parameters of the model are followed from their first step. An empty list: a
+            model that is only evaluated.
 
     Returns:
         The attached front. Without a block, with ``enabled: false`` or for a model without

@@ -25,6 +25,7 @@ from ds_quant.comm.message import Message
 from ds_quant.comm.node_rows import LosslessRows
 from ds_quant.comm.rows import plan_exchange, plan_node_gather
 from ds_quant.comm.transport import Pending
+from ds_quant.config.errors import KEY
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weight_codecs import WeightCodecs
@@ -63,9 +64,17 @@ class NodeShard:
         return self._rows is not None
 
     def rows(self) -> Tensor:
-        """Return the rows of this rank, (nodes, row), with the weights of the last step."""
+        """Return the rows of this rank, (nodes, row), with the weights of the last step.
+
+        Raises:
+            RuntimeError: no forward has filled them.
+        """
         self.finish_exchange()
-        assert self._rows is not None, "a collective has filled them"
+        if self._rows is None:
+            raise RuntimeError(
+                f"{KEY}: {self.sharded.title} is gathered for the backward of a forward before "
+                "attach: call ds_quant.fsdp2.attach before the forward"
+            )
         return self._rows
 
     def finish_exchange(self) -> None:

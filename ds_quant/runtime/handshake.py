@@ -143,9 +143,7 @@ def disagreement(cards: Sequence[Card]) -> str:
     for rank, card in enumerate(cards):
         differences = tuple(_differences(cards[0]["versions"], card.get("versions", {})))
         if not differences:  # settings of another version may have other keys
-            differences = tuple(
-                _differences(cards[0]["block"], card.get("block", {}), prefix=f"{KEY}.")
-            )
+            differences = _block_differences(cards[0]["block"], card.get("block", {}))
         if differences:
             groups.setdefault(differences, []).append(rank)
     if not groups:
@@ -155,6 +153,14 @@ def disagreement(cards: Sequence[Card]) -> str:
     ]
     advice = "ranks disagree; install the same ds_quant everywhere and use one config. "
     return advice + "; ".join(named_groups[:_SHOWN])
+
+
+def _block_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """Describe the keys that differ; of two schemes, which differ in many keys, the scheme alone."""
+    prefix = f"{KEY}."
+    if "scheme" in first and "scheme" in other and first["scheme"] != other["scheme"]:
+        first, other = {"scheme": first["scheme"]}, {"scheme": other["scheme"]}
+    return tuple(_differences(first, other, prefix=prefix))
 
 
 def _differences(

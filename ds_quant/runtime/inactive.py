@@ -34,5 +34,9 @@ class InactiveFront:
     def resync(self) -> None:
         """Do nothing: no weights are kept."""
 
+    def found_nonfinite(self) -> bool:
+        """Return False: no gradients are watched."""
+        return False
+
     def detach(self) -> None:
         """Do nothing: nothing is attached."""

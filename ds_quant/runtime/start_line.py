@@ -32,7 +32,7 @@ _LINES, _COLUMNS, _INDENT = 3, 100, 2
 class LineParts:
     """The part of the lines that a front knows.
 
-    layout: such as "ZeRO-3".
+    layout: such as "ZeRO-3". report_of: the argument of ``ds_quant.report``.
     volume: of the run.
     stock_bytes: per parameter without the block. stock_dtypes: in which they are sent, as "bf16".
     micro_steps: of the period that bytes are counted of. period: its name.
@@ -51,6 +51,7 @@ class LineParts:
     micro_steps: int = 1
     period: str = "step"
     kept_bytes: float = 0.0
+    report_of: str = "model"
     kept_where: str = ""
     between: str = "x"
     fetches: str = ""
@@ -87,7 +88,7 @@ def summary(run: Run, front: LineParts) -> str:
     if run.topology.world > 1:
         facts.append(f"{_memory_in_short(run, front)};")
     kernels, _, _ = dispatch.describe(run.device, block.backend).partition(" (")
-    facts += [f"{kernels};", "all of it: ds_quant.report()"]
+    facts += [f"{kernels};", f"all: ds_quant.report({front.report_of})"]
     return "\n  ".join(_lines_of(facts))
 
 

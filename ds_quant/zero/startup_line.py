@@ -32,6 +32,7 @@ def line_parts_of(front: EngineFront) -> LineParts:
         gradients = "gradients are sent between nodes once per optimizer step"
     return LineParts(
         layout=f"ZeRO-{front.stage}",
+        report_of="engine",
         volume=volume,
         stock_bytes=of_stock + volume.boundary,
         stock_dtypes=CAST_NAMES.get(dtype, "fp32"),

@@ -404,7 +404,7 @@ def test_the_start_up_lines_need_no_glossary(case: str) -> None:
         memory = amount(report["expected_peak_bytes"] + waiting)
         end = f"{memory} at most in a step; torch kernels;"
         if case not in LONG:
-            end += " all of it: ds_quant.report()"
+            end += " all: ds_quant.report(engine)"
         assert text.replace("\n  ", " ") == f"quantized_comm: {start}{end}".replace("\n  ", " ")
         assert others == [f"quantized_comm: {sentence}" for sentence in sentences]
         lines = text.split("\n")

@@ -143,7 +143,9 @@ def disagreement(cards: Sequence[Card]) -> str:
     for rank, card in enumerate(cards):
         differences = tuple(_differences(cards[0]["versions"], card.get("versions", {})))
         if not differences:  # settings of another version may have other keys
-            differences = _block_differences(cards[0]["block"], card.get("block", {}))
+            differences = tuple(
+                _differences(cards[0]["block"], card.get("block", {}), prefix=f"{KEY}.")
+            )
         if differences:
             groups.setdefault(differences, []).append(rank)
     if not groups:
@@ -155,18 +157,11 @@ def disagreement(cards: Sequence[Card]) -> str:
     return advice + "; ".join(named_groups[:_SHOWN])
 
 
-def _block_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """Describe the keys that differ; of two schemes, which differ in many keys, the scheme alone."""
-    prefix = f"{KEY}."
-    if "scheme" in first and "scheme" in other and first["scheme"] != other["scheme"]:
-        first, other = {"scheme": first["scheme"]}, {"scheme": other["scheme"]}
-    return tuple(_differences(first, other, prefix=prefix))
-
-
 def _differences(
     first: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
-    for key in sorted({*first, *other}):
+    # The scheme first, from which most other differences follow.
+    for key in sorted({*first, *other}, key=lambda key: (key != "scheme", key)):
         expected, actual = first.get(key), other.get(key)
         if isinstance(expected, dict) and isinstance(actual, dict):
             yield from _differences(expected, actual, f"{prefix}{key}.")

@@ -125,3 +125,32 @@ def test_a_file_that_cannot_be_written_stops_the_start_on_all_ranks() -> None:
     model, optimizer, front = attached({"scheme": "qsdp", "metrics": metrics | {"interval": 0}})
     train(model, optimizer, steps=1)
     assert not front.run.traffic.meter.is_open
+
+
+# ---- calls in the wrong order, or without an argument ----
+
+
+@on_ranks(2)
+def test_an_attach_between_a_forward_and_its_backward_is_named() -> None:
+    model = sharded(new_model(), mp_policy=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, model.layers[0].in_features)).float().square().mean()
+    block = {"scheme": "lossless", "node_size": 1, "allow_full_replica": True}
+    fsdp2.attach(model, block, optimizer=optimizer)
+    with pytest.raises(RuntimeError, match="call ds_quant.fsdp2.attach before the forward"):
+        loss.backward()
+
+
+@on_ranks(1)
+def test_the_optimizer_is_asked_for_by_name() -> None:
+    model = sharded(new_model())
+    with pytest.raises(TypeError, match=r"optimizer=None: allowed: .* or \[\] for a model"):
+        fsdp2.attach(model, "qsdp")
+
+
+@on_ranks(2)
+def test_a_loop_that_asks_for_nan_runs_without_a_block() -> None:
+    model = sharded(new_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    front = fsdp2.attach(model, {"scheme": "qsdp", "enabled": False}, optimizer=optimizer)
+    assert not front.found_nonfinite()

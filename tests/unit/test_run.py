@@ -136,3 +136,12 @@ def test_amounts_of_memory_have_the_unit_that_fits() -> None:
     assert [in_words.amount(nbytes) for nbytes in amounts] == [
         "0.0 kB", "12 kB", "1.3 MB", "13 MB", "999 MB", "1.7 GB", "24 GB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", preset_names())
+def test_a_single_rank_has_start_up_lines_in_every_scheme(scheme: str) -> None:
+    module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 64))})
+    made = World(1, 1, module=module, stage=2, scheme=scheme).ranks[0]
+    made.engine.communication_data_type = torch.bfloat16
+    text = text_of(made.run)
+    assert text.startswith(f"quantized_comm: {scheme} on ZeRO-3, 1 node x 1 CPU process;")

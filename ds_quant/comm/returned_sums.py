@@ -116,7 +116,8 @@ class ReturnedSums:
 def _size(piece: Piece, specs: Sequence[GradientSpec]) -> tuple[Codec, int]:
     """Return the codec of a piece and its elements on the wire."""
     spec = specs[piece.gradient]
-    return spec.codecs[0], round_up(piece.numel, spec.block or 1)
+    (codec,) = spec.codecs  # that of this hop
+    return codec, round_up(piece.numel, spec.block or 1)
 
 
 # Buffers of the operations: the message; the sums when encoding, the result when decoding.
@@ -125,8 +126,9 @@ _WIRE, _VALUES, _UNUSED = 0, 1, 2
 
 def _encode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
     """Plan the encoding of a piece into the message, from byte ``slot`` on."""
+    (codec,) = spec.codecs  # that of this hop
     operation = Encode(
-        spec.codecs[0],
+        codec,
         piece.numel,
         values=_VALUES,
         wire=_WIRE,
@@ -140,8 +142,9 @@ def _encode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
 
 def _decode_task(piece: Piece, spec: GradientSpec, slot: int) -> Task:
     """Plan the decoding of a piece from the received rows, from byte ``slot`` on."""
+    (codec,) = spec.codecs  # that of this hop
     operation = Sum(
-        spec.codecs[0],
+        codec,
         piece.numel,
         wire_in=_WIRE,
         values=_VALUES,

@@ -98,7 +98,8 @@ def plan_gather(
 ) -> Message:
     """Plan the gather of all shards: every rank sends its row.
 
-    The values are this rank's row, the targets the rows of all ranks.
+    The values are this rank's row alone, so every source lies in row 0. The targets are the rows of
+    all ranks.
 
     node_size: ranks per node of a gather over two levels, see ``slots.row_index``.
     """
@@ -202,7 +203,8 @@ def all_gather(
 
     Args:
         shards: per tensor this rank's shard, 1-D and without padding (possibly empty), on the
-            device of the collective.
+            device of the collective. They must not change before the result is waited for: exact
+            shards may be sent from where they lie.
         numels: per tensor its full number of elements.
         bound_codecs: per tensor; the addresses are this rank's own.
     """

@@ -163,6 +163,7 @@ class Meter:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        """Time a section. Called while a sample is open; adds nothing if it was closed inside."""
         outer_nested_seconds = self._nested_seconds
         self._nested_seconds = 0.0
         start = self._clock()

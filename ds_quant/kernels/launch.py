@@ -321,6 +321,7 @@ def encode_plan(
 ) -> Plan:
     """Plan launches on rows of ``numel`` elements.
 
+    rotation: elements of a block, 0 for none, and its flips: see ``GradientSpec``.
     is_aligned: rows of values begin at multiples of 16 bytes.
     """
     block = rotation[0]

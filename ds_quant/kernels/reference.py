@@ -262,7 +262,10 @@ def _uniform(
 def _ranges(
     x: Tensor, fmt: Format, address: Address | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Scale, offset, and which groups are tiny and non-finite, (groups, 1) each."""
+    """Scale, offset, and which groups are tiny and non-finite, (groups, 1) each.
+
+    The scale of a non-finite group is not NaN yet: the caller writes that.
+    """
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     largest = torch.maximum(high, -low)
     span = high - low if fmt.has_offset else largest
@@ -270,7 +273,7 @@ def _ranges(
     # By a tensor: torch on CUDA multiplies by the reciprocal of a number.
     scale = span / span.new_full((), float(steps))
     tiny = span < TINY
-    nan = ~(tiny | (scale <= HUGE_SCALE))
+    nan = ~(tiny | (scale <= HUGE_SCALE))  # negated, because a NaN compares False
     scale = scale.masked_fill(tiny, 0.0)
     if not fmt.has_offset:
         return scale, None, tiny, nan

@@ -169,8 +169,8 @@ def _is_torn(path: Path) -> bool:
 
 
 def _errors(sample: Sample) -> dict[str, float]:
-    """Read the errors back. The only point that waits for the device."""
-    squares: dict[tuple[str, str], Tensor] = {}  # by role and link: error and norm
+    """Return the relative errors by role and link, read back in one copy from the device."""
+    squares: dict[tuple[str, str], Tensor] = {}  # squared error and norm
     for key, tally in sample.tallies.items():
         if tally.squares is not None:
             squares[key] = tally.squares

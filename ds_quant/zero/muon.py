@@ -92,10 +92,10 @@ class MatrixGroup(NamedTuple):
         for bucket in self._buckets(bucket_size):
             for start in range(0, len(bucket), self.ranks):
                 matrices = bucket[start : start + self.ranks]
-                padding = self.ranks * max(matrices) / max(1, sum(matrices))
+                gathered_per_element = self.ranks * max(matrices) / max(1, sum(matrices))
                 for numel in matrices:
                     in_shards = self.ranks * ceil_div(numel, self.ranks)
-                    counts.append(2 * in_shards + 2 * padding * numel)
+                    counts.append(2 * in_shards + 2 * gathered_per_element * numel)
         return counts
 
     def _buckets(self, bucket_size: int) -> list[list[int]]:

@@ -360,7 +360,7 @@ def test_no_reduce_scatter_waits_for_the_sums_of_other_nodes(waits: bool) -> Non
 
     waits: True to wait for the sums in the reduce-scatter, which the test must notice.
     """
-    unknown: list[int] = []  # operations between the nodes that a reduce-scatter does not wait for
+    not_awaited: list[int] = []  # operations between the nodes, by reduce-scatter
     call = QuantizedReduceScatter.__call__
 
     def watch(model: Any, front: AttachedModel, step: int) -> None:
@@ -372,15 +372,15 @@ def test_no_reduce_scatter_waits_for_the_sums_of_other_nodes(waits: bool) -> Non
                 self.all_reduce(None, output_tensor)
             stream = torch.cuda.current_stream()
             posted = stream._model.streams[inter].clock[inter]
-            unknown.append(posted - stream.clock.get(inter, 0))
+            not_awaited.append(posted - stream.clock.get(inter, 0))
 
-        QuantizedReduceScatter.__call__ = called
+        QuantizedReduceScatter.__call__ = called  # the process of a rank ends with the test
 
     assert faults(Case("eden4", 1, replicas=True, after_attach=watch)) == []
     modules = LAYERS + 1
-    assert len(unknown) == STEPS * modules
-    for first in range(0, len(unknown), modules):
-        of_step = unknown[first : first + modules]
+    assert len(not_awaited) == STEPS * modules
+    for first in range(0, len(not_awaited), modules):
+        of_step = not_awaited[first : first + modules]
         if waits:
             assert of_step == [0] * modules
         else:  # those of the module and of all before it

@@ -147,19 +147,21 @@ def test_configs_of_the_pages_start(place: int) -> None:
         refusals.refuse(config, block)
 
 
-LINE = re.compile(r"^quantized_comm: (\w+) on ZeRO-(\d)", re.MULTILINE)
+LOGGED = re.compile(r"^quantized_comm: (\w+) on ZeRO-(\d)", re.MULTILINE)  # scheme, stage
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/hybrid.md"])
 def test_the_line_shown_is_of_the_block_shown_before_it(name: str) -> None:
+    """It names the scheme and the stage of the config."""
     text = (ROOT / name).read_text("utf-8")
-    shown = text[: LINE.search(text).start()]
+    shown = text[: LOGGED.search(text).start()]
     _, body = [found for found in BLOCK.findall(shown) if KEY in found[1]][-1]
     (stage,) = re.findall(r'"stage": (\d)', body)
     (scheme,) = re.findall(r'"scheme": "(\w+)"', body)
-    lines = LINE.findall(text.partition("```text")[2].partition("```")[0])
+    lines = LOGGED.findall(text.partition("```text")[2].partition("```")[0])
     schemes = {scheme}
     if scheme == "autotune":  # the line names what was chosen
-        schemes = set(autotune_candidates(Place(int(stage), 2, 8)))
-    assert schemes & {name for name, _ in lines} and {at for _, at in lines} == {stage}
+        schemes = set(autotune_candidates(Place(int(stage), nodes=2, node_size=8)))
+    assert schemes & {logged_scheme for logged_scheme, _ in lines}
+    assert {logged_stage for _, logged_stage in lines} == {stage}
     assert parse_block({"scheme": scheme}).scheme == scheme

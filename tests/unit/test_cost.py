@@ -84,8 +84,8 @@ def test_a_rank_receives_its_share_of_every_hop() -> None:
     the other node, which two ranks share.
     """
     result = priced(FULL, 3, [MATRIX], node_size=2, gathers=1.5)
-    half = 98304  # bytes
-    assert result.received(3, micro_steps=3) == {
+    half = 98304  # bytes of half of the elements
+    assert result.received(stage=3, micro_steps=3) == {
         "weights": {"intra": 4.5 * half, "inter": 4.5 * half / 2},
         "gradients": {"intra": 3 * half, "inter": half / 2},
     }

@@ -85,7 +85,7 @@ class AttachedModel:
         self.block = block
         self._hook = hook
         self._reduction = BucketReduction(self.run)
-        # Encodes, waits and decodes while backward goes on.
+        # Encodes, waits and decodes during the backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._has_equal_rounds = False  # compared since the start or the last load
         self._accumulation = Accumulation(self.run)
@@ -187,8 +187,8 @@ class AttachedModel:
     def _compare_replicas(self, gradients: Tensor) -> None:
         """Compare the weights of all ranks, every ``checksum_steps`` rounds.
 
-        A rank that has left ``join()`` early goes on with old weights and gradients of zeros until
-        the others have ended. So a rank whose first bucket is zero is not compared.
+        A rank that has left ``join()`` early continues with old weights and gradients of zeros
+        until the others have ended. So a rank whose first bucket is zero is not compared.
 
         Raises:
             RuntimeError: on all ranks, if weights differ.
@@ -259,19 +259,13 @@ class AttachedModel:
     def line_parts(self) -> LineParts:
         """Return the part of the start-up lines that DDP knows."""
         volume = self.run.comm_volume()
-        stock_bytes, stock_dtypes = self.run.stock_volume(volume)
+        stock = self.run.stock_volume(volume)
         reasons: list[str] = []
         if self.run.scheme.gradients is None and self.run.topology.world > 1:
             reasons.append(
                 f'advice: scheme "{self.run.scheme.name}" quantizes nothing under DDP: take "eden4"'
             )
-        return LineParts(
-            layout="DDP",
-            volume=volume,
-            stock_bytes=stock_bytes,
-            stock_dtypes=stock_dtypes,
-            reasons=reasons,
-        )
+        return LineParts(layout="DDP", volume=volume, stock=stock, reasons=reasons)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of ``ds_quant.report``."""

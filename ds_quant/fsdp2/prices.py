@@ -61,13 +61,11 @@ def line_parts_of(
     if has_replicas:
         is_exact = all(level.routes.weights().is_full_precision for level in run.levels)
         weights = "weights stay in the node" + (", exact" if is_exact else "")
-    stock_bytes, stock_dtypes = run.stock_volume(volume)
     return LineParts(
         layout="FSDP2",
         between="replicas of" if has_replicas else "x",
         volume=volume,
-        stock_bytes=stock_bytes,
-        stock_dtypes=stock_dtypes,
+        stock=run.stock_volume(volume),
         weights=weights,
         gradients=gradients,
         kept_bytes=kept_bytes,

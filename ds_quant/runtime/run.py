@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -473,11 +473,10 @@ class Run:
             received["gradients"] = {"intra": 0.0, "inter": 0.0}  # the library's are not counted
         return received
 
-    def stock_volume(self, volume: ModelVolume) -> tuple[float, str]:
-        """Return bytes per parameter without the block under FSDP2 or DDP, and their dtypes.
+    def stock_volume(self, volume: ModelVolume) -> StockVolume:
+        """Return the volume without the block under FSDP2 or DDP.
 
-        The dtypes are written as "bf16" or "bf16 + fp32". Replicas all-reduce gradients, and gather
-        no weights.
+        Replicas all-reduce gradients, and gather no weights.
         """
         nbytes = 0.0
         names: dict[str, None] = {}
@@ -492,11 +491,21 @@ class Run:
                 if sent.trained:
                     nbytes += passes * numel * sent.gradient_dtype.itemsize
                     names[_dtype_name(sent.gradient_dtype)] = None
-        return nbytes / max(1, volume.numel), " + ".join(names)
+        return StockVolume(nbytes / max(1, volume.numel), " + ".join(names))
 
     def peak_bytes(self, volume: ModelVolume) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
         return volume.peak_bytes(self.sizes)
+
+
+class StockVolume(NamedTuple):
+    """Bytes per parameter and step without the block.
+
+    dtypes: in which they are sent, as "bf16" or "bf16 + fp32".
+    """
+
+    bytes_per_param: float
+    dtypes: str
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

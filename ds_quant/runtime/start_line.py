@@ -20,7 +20,7 @@ from ds_quant.kernels import dispatch
 from ds_quant.policy import choosing, in_words
 from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.scheme import Scheme, matches
-from ds_quant.runtime.run import Run
+from ds_quant.runtime.run import Run, StockVolume
 
 GB = 1e9
 _LESS = 0.9  # share of the bytes below which another scheme is advised
@@ -34,7 +34,7 @@ class LineParts:
 
     layout: such as "ZeRO-3". report_of: the argument of ``ds_quant.report``.
     volume: of the run.
-    stock_bytes: per parameter without the block. stock_dtypes: in which they are sent, as "bf16".
+    stock: volume without the block.
     micro_steps: of the period that bytes are counted of. period: its name.
     kept_bytes: that the scheme keeps on this rank. kept_where: " in host memory", or "".
     between: stands between the number of nodes and that of their ranks.
@@ -46,8 +46,7 @@ class LineParts:
 
     layout: str
     volume: ModelVolume
-    stock_bytes: float
-    stock_dtypes: str
+    stock: StockVolume
     micro_steps: int = 1
     period: str = "step"
     kept_bytes: float = 0.0
@@ -129,8 +128,8 @@ def _ratio_and_bytes(run: Run, front: LineParts) -> tuple[str, str]:
     sent_bytes = front.volume.step_bytes(run.routes.stage, micro_steps=front.micro_steps)
     nodes = max(level.topology.nodes for level in run.levels)
     ranks = "processes" if run.device.type == "cpu" else "GPUs"
-    ratio = in_words.saving(front.stock_bytes, sent_bytes, nodes=nodes, ranks=ranks)
-    figures = f"{sent_bytes:.2f} instead of {front.stock_bytes:.2f}"
+    ratio = in_words.saving(front.stock.bytes_per_param, sent_bytes, nodes=nodes, ranks=ranks)
+    figures = f"{sent_bytes:.2f} instead of {front.stock.bytes_per_param:.2f}"
     return ratio, f"{figures} per parameter and {front.period}"
 
 
@@ -225,7 +224,7 @@ def _traffic(run: Run, volume: ModelVolume, front: LineParts) -> list[str]:
     between = " between nodes" if inner else ""
     parts = [
         f"{run.scheme.name} on {front.layout}, volume {outer:.2f} B/param/{front.period}{between} "
-        f"({front.stock_dtypes} {front.stock_bytes:.2f}), {_unquantized(volume)}",
+        f"({front.stock.dtypes} {front.stock.bytes_per_param:.2f}), {_unquantized(volume)}",
         *_ranks(run, volume, front),
         dispatch.describe(run.device, run.scheme.block.backend),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.policy.cost import stock_bytes
 from ds_quant.policy.model_volume import ModelVolume
+from ds_quant.runtime.run import StockVolume
 from ds_quant.runtime.start_line import LineParts, weights_stay
 from ds_quant.zero import hooks, offload
 from ds_quant.zero.front import EngineFront
@@ -34,8 +35,7 @@ def line_parts_of(front: EngineFront) -> LineParts:
         layout=f"ZeRO-{front.stage}",
         report_of="engine",
         volume=volume,
-        stock_bytes=of_stock + volume.boundary,
-        stock_dtypes=CAST_NAMES.get(dtype, "fp32"),
+        stock=StockVolume(of_stock + volume.boundary, CAST_NAMES.get(dtype, "fp32")),
         micro_steps=micro_steps,
         period=period,
         kept_bytes=volume.memory * volume.numel,

@@ -12,7 +12,7 @@ from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import in_words
 from ds_quant.runtime.figures import saved_bytes
-from ds_quant.runtime.run import Run, SchemeState
+from ds_quant.runtime.run import Run, SchemeState, StockVolume
 from ds_quant.runtime.start_line import LineParts, summary
 from tests.world import SimulatedRank, World
 
@@ -86,8 +86,7 @@ def text_of(run: Run, *, period: str = "step") -> str:
     parts = LineParts(
         layout="ZeRO-3",
         volume=run.comm_volume(),
-        stock_bytes=14.0,
-        stock_dtypes="bf16",
+        stock=StockVolume(14.0, "bf16"),
         micro_steps=2,
         period=period,
         kept_bytes=12.3e9,

@@ -1,9 +1,10 @@
-"""Stand in for your data and model: sequences that count upwards, a Llama of 0.3 M parameters."""
+"""Stand in for your data and model: sequences that count upwards, models of 0.3 M parameters."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch import nn
 
 VOCABULARY, LENGTH = 256, 32
+WIDTH, HEADS, LAYERS = 128, 4, 2
 
 
 def rows(count=512):
@@ -14,8 +15,34 @@ def rows(count=512):
 
 
 def model():
-    """Replace this by `AutoModelForCausalLM.from_pretrained(...)`."""
+    """A Llama. Replace this by `AutoModelForCausalLM.from_pretrained(...)`."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+
+
+class Decoder(nn.Module):
+    """A causal language model that needs torch alone. ``forward`` returns the loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], device=x.device)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        logits = self.head(x)[:, :-1].float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())

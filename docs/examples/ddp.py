@@ -22,7 +22,7 @@ def main():
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    model = DistributedDataParallel(data.model().to(device))
+    model = DistributedDataParallel(data.Decoder().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ddp.attach(model, {"scheme": "eden4"}, optimizer=optimizer)
 
@@ -31,7 +31,7 @@ def main():
     def backward(micro_step):
         chosen = samples[4 * micro_step : 4 * micro_step + 4]
         batch = {key: torch.stack([row[key] for row in chosen]).to(device) for key in chosen[0]}
-        loss = model(**batch).loss
+        loss = model(**batch)
         (loss / MICRO_STEPS).backward()
         return loss.item()
 

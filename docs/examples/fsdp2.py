@@ -21,9 +21,9 @@ def main():
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    model = data.model().to(device)
+    model = data.Decoder().to(device)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for layer in model.model.layers:
+    for layer in model.layers:
         fully_shard(layer, mp_policy=bf16)
     fully_shard(model, mp_policy=bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -33,7 +33,7 @@ def main():
     for step in range(STEPS):
         chosen = samples[4 * step : 4 * step + 4]
         batch = {key: torch.stack([row[key] for row in chosen]).to(device) for key in chosen[0]}
-        loss = model(**batch).loss
+        loss = model(**batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

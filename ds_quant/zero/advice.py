@@ -52,6 +52,6 @@ def one_bucket_advice(engine: Engine, muon_round: int = 0) -> Iterator[str]:
     one_holds_all = numel / 2 < trained <= bucket_size
     if engine.zero_overlap_comm() and has_several and one_holds_all and advised < trained:
         yield (
-            f"advice: gradients are not reduced during backward: reduce_bucket_size={bucket_size} holds "
-            f"all {trained} elements (try {advised})"
+            "advice: gradients are not reduced during backward: "
+            f"reduce_bucket_size={bucket_size} holds all {trained} elements (try {advised})"
         )

@@ -246,7 +246,8 @@ LINES = {
         config(3, "qsdp", 4, 2),
         "qsdp on ZeRO-3, volume 3.09 B/param/micro-step (bf16 6.00), 1 small tensor unquantized "
         "(2.0 % of bytes); 1 x 4 ranks; torch kernels; weights fetched 2 times per micro-batch; "
-        "2.32 B/param/micro-step received per rank; advice: gradients are not reduced during backward: "
+        "2.32 B/param/micro-step received per rank; "
+        "advice: gradients are not reduced during backward: "
         "reduce_bucket_size=1000000 holds all 12416 elements (try 1552)",
     ),
     # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients once, 4352 + 2176 + 256 =

@@ -65,6 +65,6 @@ class WeightCodecs:
         """
         level, dtype = self._sharded.level, self._sharded.dtype
         hop_codecs = param.weight_codecs(dtype, rank=level.shards.rank)
-        if self._hop == 0 and level.routes.keeps_shard and not param.trained:
+        if self._hop == 0 and not param.trained and level.routes.keeps_shard:
             return full_precision(dtype)
         return param.bound_codec(hop_codecs[self._hop], dtype, self._context.run.step)

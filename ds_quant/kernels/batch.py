@@ -431,22 +431,6 @@ class RngArrays(NamedTuple):
     signs_step: np.ndarray
     tensors: Sequence[torch.Tensor | None] = ()
 
-    @classmethod
-    def of(cls, arrays: np.ndarray, tensors: Sequence[torch.Tensor | None]) -> RngArrays:
-        """Return the rows of (8, streams) in the order of the fields."""
-        key, step, first_vector, levels, flips_low, flips_high, signs_key, signs_step = arrays
-        return cls(
-            key=key,
-            step=step,
-            first_vector=first_vector,
-            levels=levels,
-            flips_low=flips_low,
-            flips_high=flips_high,
-            signs_key=signs_key,
-            signs_step=signs_step,
-            tensors=tensors,
-        )
-
 
 Field = float | tuple[int, ...]  # a constant field of a struct
 Pointer = tuple[int, int]  # a buffer and an offset in bytes

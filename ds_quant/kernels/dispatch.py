@@ -192,7 +192,18 @@ class RngState:
             rows.append(row)
             tables.append(table)
         columns = np.array(rows, dtype=np.uint64).reshape(-1, 8).T
-        return RngArrays.of(columns, tables)
+        key, step, first_vector, levels, flips_low, flips_high, signs_key, signs_step = columns
+        return RngArrays(
+            key=key,
+            step=step,
+            first_vector=first_vector,
+            levels=levels,
+            flips_low=flips_low,
+            flips_high=flips_high,
+            signs_key=signs_key,
+            signs_step=signs_step,
+            tensors=tables,
+        )
 
 
 Note = Callable[..., None]  # called with every encoded message: ``comm.traffic.Tally.add``

@@ -11,7 +11,7 @@ lossless  an exchange of lossless differences, see ``LosslessRows``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -107,6 +107,23 @@ def update_rows(rows: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
 
 
 # ---- between the nodes ----
+
+
+def chunk_ranges(widths: Sequence[int], most_numel: int) -> Iterator[range]:
+    """Cut consecutive tensors into chunks of at most ``most_numel`` elements, or of one tensor.
+
+    widths: elements that this rank sends of every tensor.
+    """
+    start = 0
+    numel = 0
+    for index, width in enumerate(widths):
+        if index > start and numel + width > most_numel:
+            yield range(start, index)
+            start = index
+            numel = 0
+        numel += width
+    if widths:
+        yield range(start, len(widths))
 
 
 def exchange(

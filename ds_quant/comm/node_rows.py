@@ -11,7 +11,7 @@ lossless  an exchange of lossless differences, see ``LosslessRows``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -109,21 +109,23 @@ def update_rows(rows: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
 # ---- between the nodes ----
 
 
-def chunk_ranges(widths: Sequence[int], most_numel: int) -> Iterator[range]:
+def chunk_ranges(widths: Sequence[int], most_numel: int) -> list[range]:
     """Cut consecutive tensors into chunks of at most ``most_numel`` elements, or of one tensor.
 
     widths: elements that this rank sends of every tensor.
     """
+    chunks: list[range] = []
     start = 0
     numel = 0
     for index, width in enumerate(widths):
         if index > start and numel + width > most_numel:
-            yield range(start, index)
+            chunks.append(range(start, index))
             start = index
             numel = 0
         numel += width
     if widths:
-        yield range(start, len(widths))
+        chunks.append(range(start, len(widths)))
+    return chunks
 
 
 def exchange(

@@ -31,16 +31,17 @@ _INTRA_NODE = -1
 
 @dataclass(frozen=True, eq=False)
 class NodePlan:
-    """Parameters that travel together, with their codecs. It is the same in all steps.
+    """Parameters that travel together, with their codecs.
 
     hop_codecs: per parameter, between the nodes, then inside them. Frozen parameters have no codec
         between the nodes, nodes of one rank none inside.
-    is_lossy: per parameter True if a hop has a codec, so its weights may differ from the exact
-        ones.
+    is_full_precision: the codecs are not used, because the step sends everything in full precision.
+    is_lossy: per parameter True if its weights may differ from the exact ones.
     """
 
     params: Sequence[Param]
     hop_codecs: Sequence[tuple[HopCodec | None, ...]]
+    is_full_precision: bool
     is_lossy: list[bool]
 
 
@@ -54,32 +55,29 @@ class NodeMessages:
         self._inter = hierarchy.inter or hierarchy.flat
         self._intra = hierarchy.intra
         self._rank = hierarchy.flat.rank
-        # The parameters of a gather or a chunk repeat in every step.
-        self._plans: PlanCache[tuple[Param, ...], NodePlan] = PlanCache()
+        # The parameters of a gather or a chunk repeat in every step. By parameters, and True for
+        # steps in full precision.
+        self._plans: PlanCache[tuple[tuple[Param, ...], bool], NodePlan] = PlanCache()
 
     # ---- codecs ----
 
-    def plan(self, params: Sequence[Param]) -> NodePlan:
-        """Return the plan of parameters that travel together."""
-        key = tuple(params)
+    def plan(self, params: Sequence[Param], step: int) -> NodePlan:
+        """Return the plan of parameters that travel together in an optimizer step."""
+        is_full_precision = self._run.is_full_precision(step)
+        key = tuple(params), is_full_precision
         plan = self._plans.get(key)
         if plan is None:
             hop_codecs = [
                 param.weight_codecs(param.node_rows.rows.dtype, rank=self._rank) for param in params
             ]
-            is_lossy = [any(codecs) for codecs in hop_codecs]
-            plan = self._plans.add(key, NodePlan(key, hop_codecs, is_lossy))
+            is_lossy = [not is_full_precision and any(codecs) for codecs in hop_codecs]
+            plan = NodePlan(key[0], hop_codecs, is_full_precision, is_lossy)
+            self._plans.add(key, plan)
         return plan
-
-    def is_lossy(self, plan: NodePlan, step: int) -> list[bool]:
-        """Return per parameter True if its weights of a step may differ from the exact ones."""
-        if self._run.is_full_precision(step):
-            return [False] * len(plan.params)
-        return plan.is_lossy
 
     def _bound_codecs(self, plan: NodePlan, hop: int, step: int) -> list[BoundCodec]:
         """Bind the codecs of one hop to a step."""
-        if self._run.is_full_precision(step):
+        if plan.is_full_precision:
             return _exact_codecs(plan.params)
         return [
             param.bound_codec(hop_codecs[hop], param.node_rows.rows.dtype, step)
@@ -89,7 +87,7 @@ class NodeMessages:
     # ---- inside the node ----
 
     def gather(self, plan: NodePlan, step: int) -> Pending[list[Tensor]]:
-        """Post the gather of full parameters inside the node."""
+        """Post the gather of full parameters inside the node. step: that of the plan."""
         bound_codecs: list[BoundCodec] = []
         if self._intra is not None:  # else nothing is sent
             bound_codecs = self._bound_codecs(plan, _INTRA_NODE, step)
@@ -122,7 +120,7 @@ class NodeMessages:
         if lossless_chunks:
             yield from self._lossless(lossless_chunks)
         for chunk in _cut(others):
-            bound_codecs = self._bound_codecs(self.plan(chunk), _INTER_NODE, step)
+            bound_codecs = self._bound_codecs(self.plan(chunk, step), _INTER_NODE, step)
             yield chunk, partial(self._exchange, chunk, bound_codecs)
 
     def _lossless_dtypes(self, params: Sequence[Param], step: int) -> set[torch.dtype]:
@@ -168,8 +166,8 @@ def _exact_codecs(params: Sequence[Param]) -> list[BoundCodec]:
     return [full_precision(param.node_rows.rows.dtype) for param in params]
 
 
-def _cut(params: Sequence[Param]) -> Iterator[Sequence[Param]]:
+def _cut(params: Sequence[Param]) -> list[Sequence[Param]]:
     """Cut parameters into the chunks of an exchange."""
     widths = [param.node_rows.rows.shape[1] for param in params]
-    for chunk in chunk_ranges(widths, chunk_numel(sum(widths))):
-        yield params[chunk.start : chunk.stop]
+    chunks = chunk_ranges(widths, chunk_numel(sum(widths)))
+    return [params[chunk.start : chunk.stop] for chunk in chunks]

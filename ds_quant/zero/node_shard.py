@@ -60,10 +60,12 @@ from ds_quant.zero.row_memory import RowMemory
 class _RequestedGather:
     """A gather that DeepSpeed has requested.
 
+    step: optimizer step whose weights it gathers.
     posted: None before it is posted.
     """
 
     plan: NodePlan
+    step: int
     posted: Pending[list[Tensor]] | None = None
 
 
@@ -267,9 +269,10 @@ class NodeShard:
         """
         if self._compares_next_gather and not sharded_params.is_in_backward():
             self._mark_written()
-        request = _RequestedGather(self._messages.plan(params))
+        step = self._front.step
+        plan = self._messages.plan(params, step)
+        request = _RequestedGather(plan, step)
         self._gathered |= dict.fromkeys(params)
-        is_lossy = self._messages.is_lossy(request.plan, self._front.step)
         must_wait = bool(self._requested) or self._exchange.awaits(params)
         self._requested.append(request)
         if self._posts_at_once or not must_wait:
@@ -280,7 +283,7 @@ class NodeShard:
             assert request.posted is not None
             return request.posted.wait()
 
-        return Pending(gathered), is_lossy
+        return Pending(gathered), plan.is_lossy
 
     def _post_until(self, request: _RequestedGather) -> None:
         """Post the requested gathers up to this one, in the order of the requests.
@@ -292,7 +295,7 @@ class NodeShard:
             params = first.plan.params
             self._exchange.finish(params)
             self._fill_stale([param for param in params if param.row_state is STALE])
-            first.posted = self._messages.gather(first.plan, self._front.step)
+            first.posted = self._messages.gather(first.plan, first.step)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
         """Fill the rows of these parameters in full precision, on all ranks."""

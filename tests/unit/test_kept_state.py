@@ -149,8 +149,7 @@ def gathered_weights_are_lossy(
     param.node_rows = ShardRows(
         numel=64, node_size=2, local=0, rows=torch.zeros(2, 16, dtype=torch.bfloat16)
     )
-    messages = NodeMessages(run)
-    (is_lossy,) = messages.is_lossy(messages.plan([param]), step)
+    (is_lossy,) = NodeMessages(run).plan([param], step).is_lossy
     return is_lossy
 
 

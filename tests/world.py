@@ -81,10 +81,15 @@ class World:
     def _group(self, ranks: Sequence[int]) -> Recorded:
         return self.groups.setdefault(tuple(ranks), Recorded(ranks))
 
-    def communicator(self, ranks: Sequence[int], index: int) -> SimulatedCommunicator:
-        """Return a communicator of rank ``index`` of a group, with its own counters."""
+    def communicator(
+        self, ranks: Sequence[int], index: int, traffic: Traffic | None = None
+    ) -> SimulatedCommunicator:
+        """Return a communicator of rank ``index`` of a group. traffic: new counters if None."""
         return SimulatedCommunicator(
-            self._group(ranks), index, topology=self.ranks[0].run.topology, traffic=Traffic()
+            self._group(ranks),
+            index,
+            topology=self.ranks[0].run.topology,
+            traffic=traffic or Traffic(),
         )
 
     def all(self, run: Callable[[SimulatedRank], T]) -> list[T]:

@@ -109,6 +109,25 @@ def update_rows(rows: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
 # ---- between the nodes ----
 
 
+def chunk_ranges(widths: Sequence[int], most_numel: int) -> list[range]:
+    """Cut consecutive tensors into chunks of at most ``most_numel`` elements, or of one tensor.
+
+    widths: elements that this rank sends of every tensor.
+    """
+    chunks: list[range] = []
+    start = 0
+    numel = 0
+    for index, width in enumerate(widths):
+        if index > start and numel + width > most_numel:
+            chunks.append(range(start, index))
+            start = index
+            numel = 0
+        numel += width
+    if widths:
+        chunks.append(range(start, len(widths)))
+    return chunks
+
+
 def exchange(
     node_rows: Sequence[ShardRows],
     shards: Sequence[Tensor],

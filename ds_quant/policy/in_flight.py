@@ -5,6 +5,8 @@ The run and the prediction of its peak memory (memory.py) read the same limits h
 
 from __future__ import annotations
 
+import math
+
 # Gradient buckets in flight on the CPU beside the current one: one between nodes, one inside.
 BUCKETS_AHEAD = 2
 
@@ -14,3 +16,8 @@ CHUNKS = 8
 LEAST_NUMEL = 1 << 18
 MOST_NUMEL = 1 << 21
 EXCHANGED_AT_ONCE = 16  # chunks in flight
+
+
+def chunk_numel(numel: float) -> int:
+    """Return the most elements of a chunk. numel: own elements of the whole exchange."""
+    return min(max(math.ceil(numel / CHUNKS), LEAST_NUMEL), MOST_NUMEL)

@@ -21,7 +21,7 @@ from ds_quant.comm.lossless_gather import MOST_NUMEL as MOST_EXACT_NUMEL
 from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.kernels.wire import FP32_BYTES, ceil_div
 from ds_quant.policy.cost import CommVolume
-from ds_quant.policy.in_flight import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL
+from ds_quant.policy.in_flight import EXCHANGED_AT_ONCE, chunk_numel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +156,7 @@ def _exchange(comm_volume: CommVolume, sizes: Sizes) -> float:
     if not routes.keeps_shard:
         return 0.0
     own = sizes.trained / routes.ranks
-    chunk = min(max(own / CHUNKS, LEAST_NUMEL), MOST_NUMEL)
-    in_flight = own if sizes.exchanged_at_once else min(own, EXCHANGED_AT_ONCE * chunk)
+    in_flight = own if sizes.exchanged_at_once else min(own, EXCHANGED_AT_ONCE * chunk_numel(own))
     if comm_volume.varies:
         return (own + in_flight * routes.nodes) * comm_volume.weights_most
     return in_flight * (1 + routes.nodes) * comm_volume.weights

@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_quant.comm.traffic import Sample, normalised
 from ds_quant.config.errors import show
 from ds_quant.config.schema import MetricsConfig
-from ds_quant.policy.timing import device_clock
+from ds_quant.policy import timing
 from ds_quant.runtime import log
 from ds_quant.runtime.run import Run
 
@@ -62,7 +62,7 @@ class Telemetry(ABC):
         self._interval = settings.interval
         self._file = None if settings.file is None else Path(settings.file)
         self._traffic = run.traffic
-        self._clock = device_clock(run.device)
+        self._clock = timing.device_clock(run.device)
         self._logged_failed_write = False
         # Of the last record:
         self._steps = 0  # optimizer steps since then

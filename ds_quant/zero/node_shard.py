@@ -36,44 +36,36 @@ writes of rows finish the exchange first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import BoundCodec, full_precision
-from ds_quant.comm.lossless_gather import Post, posts
-from ds_quant.comm.node_rows import LosslessRows, exchange, gather, on_device
+from ds_quant.comm.node_rows import on_device
 from ds_quant.comm.transport import Pending
-from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.in_flight import CHUNKS, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.runtime import log
-from ds_quant.runtime.param import ABSENT, CURRENT, STALE, HopCodec, Param
-from ds_quant.runtime.plan_cache import PlanCache
+from ds_quant.runtime.param import ABSENT, CURRENT, STALE, Param
 from ds_quant.runtime.written_weights import WrittenWeights
 from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.accelerator import StepBarrier
-from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
+from ds_quant.zero.chunked_exchange import ChunkedExchange
 from ds_quant.zero.deepspeed_types import ZeroParameter
 from ds_quant.zero.front import EngineFront
+from ds_quant.zero.node_messages import NodeMessages, NodePlan
 from ds_quant.zero.row_memory import RowMemory
-
-# Index of a hop among the codecs of a parameter's weights.
-_INTER_NODE = 0
-_INTRA_NODE = -1
 
 
 @dataclass
 class _RequestedGather:
     """A gather that DeepSpeed has requested.
 
+    step: optimizer step whose weights it gathers.
     posted: None before it is posted.
     """
 
-    params: Sequence[Param]
+    plan: NodePlan
+    step: int
     posted: Pending[list[Tensor]] | None = None
 
 
@@ -98,12 +90,9 @@ class NodeShard:
         self._front = front
         self._run = front.run
         self._barrier = barrier
-        hierarchy = self._run.world.hierarchy  # None: the world
-        # With one rank per node every message crosses between nodes.
-        self._inter = hierarchy.inter or hierarchy.flat
-        self._intra = hierarchy.intra
-        self._world = hierarchy.flat
-        self._rank = hierarchy.flat.rank
+        self._messages = NodeMessages(self._run)
+        self._world = self._run.world.hierarchy.flat
+        self._rank = self._world.rank
 
         # - Rows: the first gathers fill them, ``close`` frees them when the engine is destroyed
         self.served: list[Param] = []
@@ -124,8 +113,6 @@ class NodeShard:
         self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
         self._requested: deque[_RequestedGather] = deque()  # not posted: no memory yet
         self._posts_at_once = accelerator.has_streams()
-        self._hop_codecs: PlanCache[tuple[Param, ...], list[tuple[HopCodec | None, ...]]]
-        self._hop_codecs = PlanCache()
 
         # - Writes outside the optimizer step: see [Note: when shards are compared]
         # Fingerprints, 8 bytes per piece of a shard, which live as long as the node shard.
@@ -260,7 +247,8 @@ class NodeShard:
             return
         self._has_logged_writes = True
         nbytes = sum(param.tensor.ds_numel * param.node_rows.rows.itemsize for param in written)
-        crossing_bytes = nbytes * (self._inter.size - 1) / self._inter.size
+        nodes = self._run.topology.nodes
+        crossing_bytes = nbytes * (nodes - 1) / nodes
         log.log_rank0(
             f"quantized_comm: your code has written {len(written)} parameter(s) outside the "
             f"optimizer step, such as {written[0].name}. The next forward uses them, as without "
@@ -281,10 +269,10 @@ class NodeShard:
         """
         if self._compares_next_gather and not sharded_params.is_in_backward():
             self._mark_written()
-        request = _RequestedGather(params)
+        step = self._front.step
+        plan = self._messages.plan(params, step)
+        request = _RequestedGather(plan, step)
         self._gathered |= dict.fromkeys(params)
-        quantized = not self._run.is_full_precision(self._front.step)
-        is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
         must_wait = bool(self._requested) or self._exchange.awaits(params)
         self._requested.append(request)
         if self._posts_at_once or not must_wait:
@@ -295,7 +283,7 @@ class NodeShard:
             assert request.posted is not None
             return request.posted.wait()
 
-        return Pending(gathered), is_lossy
+        return Pending(gathered), plan.is_lossy
 
     def _post_until(self, request: _RequestedGather) -> None:
         """Post the requested gathers up to this one, in the order of the requests.
@@ -304,19 +292,15 @@ class NodeShard:
         """
         while request.posted is None:
             first = self._requested.popleft()
-            params = first.params
+            params = first.plan.params
             self._exchange.finish(params)
             self._fill_stale([param for param in params if param.row_state is STALE])
-            bound_codecs: list[BoundCodec] = []
-            if self._intra is not None:  # else nothing is sent
-                bound_codecs = self._bound_codecs(params, _INTRA_NODE, self._front.step)
-            first.posted = gather([param.node_rows for param in params], bound_codecs, self._intra)
+            first.posted = self._messages.gather(first.plan, first.step)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
         """Fill the rows of these parameters in full precision, on all ranks."""
         if stale:
-            bound_codecs = [full_precision(param.node_rows.rows.dtype) for param in stale]
-            self._post_exchange(stale, bound_codecs).wait()
+            self._messages.fill(stale)
             for param in stale:
                 param.row_state = CURRENT
 
@@ -339,104 +323,6 @@ class NodeShard:
             param.row_state = STALE
         self._written_since_step.clear()
         changed = [param for param in order if param.trained and param.row_state is CURRENT]
-        self._exchange.begin(self._cut_into_chunks(changed, step))
+        self._exchange.begin(self._messages.chunks(changed, step))
         self._writes.take(self._stored_shards(), only=self._updated)
         self._compares_next_gather = True
-
-    def _cut_into_chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
-        """Cut the exchange into chunks, lossless differences first.
-
-        Lossless differences are all encoded here, see [Note: lengths] of comm/lossless_gather.py;
-        the others when they are posted.
-        """
-        lossless_dtypes: set[torch.dtype] = set()
-        if self._run.scheme.lossless and not self._run.is_full_precision(step):
-            dtypes = {param.node_rows.rows.dtype for param in params}
-            lossless_dtypes = set(filter(self._run.routes.sends_lossless, dtypes))
-        quantized: list[Param] = []
-        lossless_by_dtype: dict[torch.dtype, list[Param]] = {}
-        for param in params:
-            dtype = param.node_rows.rows.dtype
-            if dtype in lossless_dtypes:
-                lossless_by_dtype.setdefault(dtype, []).append(param)
-            else:
-                quantized.append(param)
-        lossless_parts: list[list[Param]] = []
-        for same_dtype in lossless_by_dtype.values():
-            lossless_parts += self._parts(same_dtype)
-        if lossless_parts:
-            yield from zip(lossless_parts, self._lossless_differences(lossless_parts), strict=True)
-        for part in self._parts(quantized):
-            bound_codecs = self._bound_codecs(part, _INTER_NODE, step)
-            yield part, partial(self._post_exchange, part, bound_codecs)
-
-    def _parts(self, params: Sequence[Param]) -> Iterator[list[Param]]:
-        """Split parameters into consecutive parts of bounded size, of at least one each."""
-        widths = [param.node_rows.rows.shape[1] for param in params]
-        most_numel = min(max(ceil_div(sum(widths), CHUNKS), LEAST_NUMEL), MOST_NUMEL)
-        part: list[Param] = []
-        numel = 0
-        for param, width in zip(params, widths, strict=True):
-            if part and numel + width > most_numel:
-                yield part
-                part = []
-                numel = 0
-            part.append(param)
-            numel += width
-        if part:
-            yield part
-
-    def _lossless_differences(self, parts: Sequence[Sequence[Param]]) -> Iterator[Post]:
-        messages = [
-            LosslessRows(
-                [param.node_rows.rows for param in part],
-                self._inter.rank,
-                partial(self._shards, part),
-                part[0].node_rows.device,
-            )
-            for part in parts
-        ]
-        return posts(
-            messages,
-            self._inter,
-            self._inter,
-            device=accelerator.device(),
-            traffic=self._run.traffic,
-        )
-
-    def _post_exchange(
-        self, params: Sequence[Param], bound_codecs: Sequence[BoundCodec]
-    ) -> Pending[Any]:
-        """Send this rank's new shards to the ranks of equal place in other nodes."""
-        node_rows = [param.node_rows for param in params]
-        return exchange(node_rows, self._shards(params), bound_codecs, self._inter)
-
-    def _shards(self, params: Sequence[Param]) -> list[Tensor]:
-        """Return this rank's own shards, as the optimizer has left them."""
-        return sharded_params.valid_shards([param.tensor for param in params], self._rank)
-
-    # ---- codecs ----
-
-    def _hop_codecs_of(self, params: Sequence[Param]) -> list[tuple[HopCodec | None, ...]]:
-        """Return the codecs of each parameter: between the nodes, then inside them.
-
-        Frozen parameters have no codec between the nodes, nodes of one rank none inside. The
-        parameters of a gather or exchange repeat in every step, so their codecs are remembered.
-        """
-        key = tuple(params)
-        hop_codecs = self._hop_codecs.get(key)
-        if hop_codecs is None:
-            hop_codecs = [
-                param.weight_codecs(param.node_rows.rows.dtype, rank=self._rank) for param in params
-            ]
-            self._hop_codecs.add(key, hop_codecs)
-        return hop_codecs
-
-    def _bound_codecs(self, params: Sequence[Param], hop: int, step: int) -> list[BoundCodec]:
-        """Bind the codecs of one hop to a step."""
-        if self._run.is_full_precision(step):
-            return [full_precision(param.node_rows.rows.dtype) for param in params]
-        return [
-            param.bound_codec(hop_codecs[hop], param.node_rows.rows.dtype, step)
-            for param, hop_codecs in zip(params, self._hop_codecs_of(params), strict=True)
-        ]

@@ -1025,7 +1025,7 @@ BETWEEN_STEPS = (
     Row(
         "exports and state dicts",
         "a saved model holds decoded weights",
-        zero=proven("exactness", "exports_are_exact_and_leave_training_as_it_was", stages=ALL),
+        zero=proven("exactness", "exports_have_the_bits_of_the_master_weights", stages=ALL),
         fsdp2=proven("fsdp2", "a_loaded_checkpoint_resumes_bit_for_bit_and_is_exact"),
         ddp=proven("ddp_life", "a_resumed_run_repeats_the_bits_of_the_one_that_went_on"),
     ),

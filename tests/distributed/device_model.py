@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import fake_world
@@ -280,12 +281,22 @@ def _receiving_evenly(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
     return receive
 
 
+# ---- this process as one with the device ----
+
+# What is replaced here stays replaced until the process ends.
+
+
 def become_a_device(model: Model, *, keeps_records: bool = True) -> None:
-    """From here on the plugin takes this process, of a fake world, for one with the model's
-    streams. keeps_records: False to lose every ``record_stream`` of the plugin.
+    """From here on torch and the plugin take this process, of a fake world, for one with the
+    model's streams.
+
+    keeps_records: False to lose every ``record_stream`` of the plugin.
     """
-    from ds_quant.comm import checksum, lossless_gather
-    from ds_quant.runtime import telemetry
+    from ds_quant.policy import timing
+
+    def clock() -> float:
+        model.synchronize()
+        return time.perf_counter()
 
     for name in COLLECTIVES:
         original = getattr(torch.distributed, name)
@@ -294,6 +305,13 @@ def become_a_device(model: Model, *, keeps_records: bool = True) -> None:
         setattr(torch.distributed, name, model.collective(original))
     torch.cuda.current_stream = lambda device=None: model.now
     torch.Tensor.is_cuda = property(lambda _: is_ours(1))
+    record_streams(model, keeps_records=keeps_records)
+    timing.device_clock = lambda _: clock
+    _accept_messages_of_zeros()
+
+
+def record_streams(model: Model, *, keeps_records: bool = True) -> None:
+    """Let ``record_stream`` of torch and of the plugin reach the model."""
 
     def record(tensor: Tensor, stream: Stream) -> None:
         of_the_plugin = is_ours(1)
@@ -302,24 +320,39 @@ def become_a_device(model: Model, *, keeps_records: bool = True) -> None:
             model.record(tensor, stream)
 
     torch.Tensor.record_stream = record
-    sums = checksum._checksums
-    checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
 
-    def clock() -> float:
-        model.synchronize()
-        return time.perf_counter()
 
-    telemetry.device_clock = lambda _: clock
+def _accept_messages_of_zeros() -> None:
+    """Accept the messages of a fake world, which are zeros, as sealed and as lossless ones.
 
-    def touched(
+    The operations on them stay the same.
+    """
+    from ds_quant.comm import checksum, lossless_gather
+
+    checksums = checksum._checksums
+    checksum._checksums = lambda *args: checksums(*args) * 0
+
+    def touch(
         wire: Any, starts: Any, lengths: Any, reference: Any, out: Any, status: Any, *, backend: str
     ) -> None:
-        out.add_(wire.sum() * 0)  # zeros are no message
+        out.add_(wire.sum() * 0)
         status.add_(0)
 
-    lossless_gather.decode_lossless = touched
+    lossless_gather.decode_lossless = touch
     gather = lossless_gather.LosslessGather
     gather._agree = fake_world._at_full_length(gather._agree)
+
+
+def become_deepspeeds_device(model: Model) -> None:
+    """From here on DeepSpeed and its front work on the model. No kernel is compiled."""
+    from deepspeed.accelerator import real_accelerator
+
+    from ds_quant.zero import accelerator, attach
+
+    real_accelerator.ds_accelerator = Accelerator(model)
+    as_on_cuda = {"device": lambda: torch.device("cuda")}
+    attach.accelerator = SimpleNamespace(**vars(accelerator) | as_on_cuda)
+    attach.warm_up = lambda *_: None
 
 
 class Accelerator(CPU_Accelerator):

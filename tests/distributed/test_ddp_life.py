@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -42,6 +42,7 @@ from tests.distributed.ddp_runs import (
 )
 from tests.distributed.ddp_trials import without_states, without_sync
 from tests.distributed.harness import on_ranks, run_each, scratch
+from tests.distributed.messages import MessageDamage
 from tests.distributed.test_memory import follow_buffers
 
 EDEN4 = {"scheme": "eden4", "min_numel": 64}
@@ -339,16 +340,9 @@ def test_a_block_of_the_environment_and_a_message_that_changed_on_its_way() -> N
     model = DistributedDataParallel(Net())
     front = ddp.attach(model)
     run = Run(model, sgd(model.parameters()), front)
+    damage = MessageDamage("gradients", sender=0)
     run.step(0)
-    flat = front.run.world.hierarchy.flat
-    unseal = flat._open
-
-    def damaged(sizes: Any, role: str, sealed: Tensor) -> Tensor:
-        if flat.rank == 1:
-            sealed[0] ^= 1
-        return unseal(sizes, role, sealed)
-
-    flat._open = damaged
+    damage.armed = dist.get_rank() == 1
     with pytest.raises(RuntimeError, match="step 1: .*from rank 0 were changed on their way"):
         run.step(1)
 

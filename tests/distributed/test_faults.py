@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_each
+from tests.distributed.messages import before_each_send
 from tests.distributed.models import engine_of, master_bits, train_steps
 from tests.thin import thinned
 
@@ -103,20 +104,12 @@ FAULTS = {
 
 def strike_in(fault: Fault, engine: Any, folder: str) -> None:
     """Arm the victim: at its first send of the role in step ``FAULT_STEP``."""
-    from ds_quant.comm.transport import Communicator
 
-    count, send, role = Communicator._count, torch.distributed.isend, [""]
-
-    def noted(self: Any, of: str, received: Any) -> None:
-        role[0] = of
-        count(self, of, received)
-
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        if engine.global_steps == FAULT_STEP and role[0] == fault.role:
+    def act(role: str) -> None:
+        if engine.global_steps == FAULT_STEP and role == fault.role:
             strike(fault, folder)
-        return send(*args, **kwargs)
 
-    Communicator._count, torch.distributed.isend = noted, struck
+    before_each_send(act)
 
 
 def strike(fault: Fault, folder: str) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 import ds_quant
 from ds_quant import fsdp2
 from tests.distributed.harness import of_all_ranks, on_ranks, run
+from tests.distributed.messages import MessageDamage
 from tests.distributed.models import build, settings
 from tests.thin import thinned
 
@@ -372,16 +373,9 @@ def test_ranks_with_other_blocks_are_named() -> None:
 def test_the_block_of_the_environment_is_attached_and_messages_are_checked() -> None:
     model = sharded(new_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    front = fsdp2.attach(model, optimizer=optimizer)
+    fsdp2.attach(model, optimizer=optimizer)
+    damage = MessageDamage("weights", sender=0)
     train(model, optimizer, steps=1)
-    flat = front.run.world.hierarchy.flat
-    wait = flat._open
-
-    def damaged(sizes: Any, role: str, sealed: torch.Tensor) -> torch.Tensor:
-        if flat.rank == 1:
-            sealed[0] ^= 1
-        return wait(sizes, role, sealed)
-
-    flat._open = damaged
+    damage.armed = torch.distributed.get_rank() == 1
     with pytest.raises(RuntimeError, match="from rank 0 were changed on their way to rank 1"):
         train(model, optimizer, steps=1)

@@ -16,6 +16,7 @@ from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.attaching import front_of
 from tests.distributed.harness import on_ranks, run_each
+from tests.distributed.messages import before_each_send
 from tests.distributed.test_faults import die
 from tests.distributed.test_fsdp2 import new_model, sharded, train, weights_of
 from tests.thin import thinned
@@ -120,18 +121,18 @@ def test_all_modules_agree_on_the_lengths_of_their_messages_at_once() -> None:
     modules = len(front_of(model).copies.node_shards)
     assert modules == 5
     sent: list[tuple[str, str]] = []
-    count, least = Communicator._count, Communicator.least
+    gather, least = Communicator.all_gather, Communicator.least
 
-    def counted(self: Communicator, role: str, received: Any) -> None:
+    def gathered(self: Communicator, payload: torch.Tensor, *, role: str) -> Any:
         sent.append((role, self.hop))
-        count(self, role, received)
+        return gather(self, payload, role=role)
 
     def agreed(self: Communicator, numbers: torch.Tensor) -> torch.Tensor:
         sent.append(("agreement", self.hop))
         return least(self, numbers)
 
     train(model, optimizer, steps=1)
-    Communicator._count, Communicator.least = counted, agreed
+    Communicator.all_gather, Communicator.least = gathered, agreed
     train(model, optimizer, steps=1)
     assert sent.count(("weights", "inter")) == modules + 1
     # On weights that were written, on the lengths, and before the step that all messages could be
@@ -208,18 +209,12 @@ def lose_a_rank(scheme: str, role: str) -> None:
     model, optimizer = attached({"scheme": scheme})
     train(model, optimizer, steps=1)
     if torch.distributed.get_rank() == 3:
-        count, send, sends = Communicator._count, torch.distributed.isend, [""]
 
-        def noted(self: Any, of: str, received: Any) -> None:
-            sends[0] = of
-            count(self, of, received)
-
-        def struck(*args: Any, **kwargs: Any) -> Any:
-            if sends[0] == role:
+        def die_at_role(posted_role: str) -> None:
+            if posted_role == role:
                 die()
-            return send(*args, **kwargs)
 
-        Communicator._count, torch.distributed.isend = noted, struck
+        before_each_send(die_at_role)
     train(model, optimizer, steps=2)
 
 

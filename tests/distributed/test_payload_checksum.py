@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.harness import on_ranks, run_each
+from tests.distributed.messages import MessageDamage
 from tests.distributed.models import Regression, engine_of, evaluate, save, settings, train_steps
 from tests.thin import thinned
 
@@ -19,54 +19,13 @@ BLOCKS = {
 }
 
 
-class DamagedMessage(NamedTuple):
-    """A message that arrives with one bit changed. work: its ``irecv``."""
-
-    work: Any
-    message: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.message[3] ^= 4
-
-
-class Fault:
-    """Once ``armed``, damages the next message of ``role`` that this rank gets from ``sender``."""
-
-    def __init__(self, role: str, sender: int) -> None:
-        from ds_quant.comm.transport import Communicator
-
-        self.armed = False
-        self._role = role
-        self._sender = sender
-        self._posted_role = ""  # of the collective that is being posted
-        Communicator.all_gather = self._noting_role(Communicator.all_gather)
-        Communicator.all_to_all = self._noting_role(Communicator.all_to_all)
-        self._irecv = torch.distributed.irecv
-        torch.distributed.irecv = self._receive
-
-    def _noting_role(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def post(*args: Any, role: str, **kwargs: Any) -> Any:
-            self._posted_role = role
-            return collective(*args, role=role, **kwargs)
-
-        return post
-
-    def _receive(self, message: torch.Tensor, sender: int, **kwargs: Any) -> Any:
-        work = self._irecv(message, sender, **kwargs)
-        if not self.armed or self._posted_role != self._role or sender != self._sender:
-            return work
-        self.armed = False
-        return DamagedMessage(work, message)
-
-
-def hit(stage: int, block: dict[str, Any], role: str) -> tuple[Any, Fault]:
+def hit(stage: int, block: dict[str, Any], role: str) -> tuple[Any, MessageDamage]:
     """Train an engine for two steps; rank 1 gets a changed message next."""
-    fault = Fault(role, sender=0)
+    damage = MessageDamage(role, sender=0)
     engine = engine_of(stage, block)
     train_steps(engine, 2)
-    fault.armed = engine.global_rank == 1
-    return engine, fault
+    damage.armed = engine.global_rank == 1
+    return engine, damage
 
 
 @pytest.mark.parametrize(
@@ -95,11 +54,11 @@ def test_without_checksums_nobody_notices() -> None:
     """
     block = {"scheme": "qsdp"}
     wanted = train_steps(engine_of(2, block), 4)[2:]
-    engine, fault = hit(2, block, "gradients")
-    was_armed = fault.armed
+    engine, damage = hit(2, block, "gradients")
+    was_armed = damage.armed
     losses = train_steps(engine, 2, 2)
     assert was_armed == (engine.global_rank == 1)
-    assert not fault.armed  # the message was changed
+    assert not damage.armed  # the message was changed
     assert losses[0] == wanted[0]
     assert losses[1] != wanted[1]
 
@@ -120,10 +79,11 @@ def test_a_changed_comparison_ends_all_ranks_together(stage: int, sealed: bool) 
     """
     from ds_quant.runtime import copies
 
-    fault, compare = Fault("weights", sender=0), copies.differing_ranks
+    damage = MessageDamage("weights", sender=0)
+    compare = copies.differing_ranks
 
     def changed(*who: Any) -> list[int]:
-        fault.armed = torch.distributed.get_rank() == 1
+        damage.armed = torch.distributed.get_rank() == 1
         return compare(*who)
 
     copies.differing_ranks = changed
@@ -140,11 +100,11 @@ def test_a_changed_comparison_ends_all_ranks_together(stage: int, sealed: bool) 
 def _inference() -> None:
     import deepspeed
 
-    fault = Fault("weights", sender=0)
+    damage = MessageDamage("weights", sender=0)
     config = settings(3, {"scheme": "qsdp", "payload_checksum": True}, dtype="bf16")
     engine = deepspeed.initialize(model=Regression(), config=config)[0]
     evaluate(engine)
-    fault.armed = engine.global_rank == 1
+    damage.armed = engine.global_rank == 1
     evaluate(engine)
 
 

@@ -1,4 +1,5 @@
-"""The rehearsal launches every variant of a kernel that training launches, and before it.
+"""The rehearsal: before the first step it launches every variant of a kernel that training
+launches, and connects the ranks that training connects.
 
 Without a GPU the variants are those that the launcher asks for: every use of a kernel is also
 handed to it, with a runner that writes down the macros.
@@ -6,9 +7,11 @@ handed to it, with a runner that writes down the macros.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,12 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ds_quant import fsdp2
+from ds_quant.comm.transport import Communicator
 from ds_quant.kernels import dispatch, launch_batch
+from ds_quant.runtime import warmup
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.warmup import MessageKinds, message_kinds, warm_up_kernels
+from ds_quant.zero import front as zero_front
 from tests.distributed.features import separate_experts
-from tests.distributed.harness import on_ranks
-from tests.distributed.models import engine_of, plain_descent, train_steps
+from tests.distributed.harness import on_ranks, scratch
+from tests.distributed.models import QSDP, engine_of, plain_descent, train_steps
 from tests.distributed.scenarios import Mixture
 from tests.thin import thinned
 
@@ -148,3 +154,144 @@ def test_training_under_fsdp2_launches_nothing_new(scheme: str, replicas: int) -
             optimizer.zero_grad()
 
     check(front.run, message_kinds(front.run, front.run.levels), train)
+
+
+# ---- when kernels are compiled ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "rehearsals"), [("cuda", 2, 1), ("cuda", 1, 0), ("cpu", 2, 0), ("cpu", 1, 0)]
+)
+@on_ranks()
+def test_kernels_are_compiled_before_the_first_step_on_cuda_if_anything_is_sent(
+    kind: str, world: int, rehearsals: int
+) -> None:
+    from ds_quant.zero import attach
+
+    rehearsed: list[Run] = []
+    attach.warm_up = lambda run, _: rehearsed.append(run)
+    on_kind = {"device": lambda: torch.device(kind)}
+    attach.accelerator = SimpleNamespace(**vars(attach.accelerator) | on_kind)
+    engine = engine_of(2, QSDP)
+    assert rehearsed == [engine.ds_quant_attached.run] * rehearsals
+
+
+@on_ranks(4)
+def test_the_other_ranks_of_a_node_find_the_kernels_of_the_first() -> None:
+    """A kernel is compiled once per node. A second engine of the process rehearses again."""
+    rank = torch.distributed.get_rank()
+    first_of_node = rank - rank % 2
+    found: list[bool] = []
+
+    def compile_slowly(*_: Any) -> None:
+        found.append((scratch() / f"kernels of rank {first_of_node}").exists())
+        if rank == first_of_node:
+            time.sleep(0.5)
+            (scratch() / f"kernels of rank {rank}").touch()
+
+    attached = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_attached
+    warmup.warm_up_kernels = compile_slowly
+    for _ in range(2):
+        warmup.warm_up(attached.run, attached.message_kinds())
+    assert found == [rank != first_of_node, True]
+
+
+# ---- which ranks are connected ----
+
+
+class Connection(NamedTuple):
+    """A collective over a process group. Groups of the whole world are one."""
+
+    collective: str
+    process_group: Any
+
+
+OVER_THE_WORLD = Connection("all_to_all", "world")
+
+
+def note_connections() -> set[Connection]:
+    """Return a set to which every collective of this process is added from now on."""
+    used: set[Connection] = set()
+
+    def noting(name: str) -> Callable[..., Any]:
+        original = getattr(Communicator, name)
+
+        def noted(communicator: Communicator, *args: Any, **kwargs: Any) -> Any:
+            is_world = communicator.size == torch.distributed.get_world_size()
+            used.add(Connection(name, "world" if is_world else communicator.process_group))
+            return original(communicator, *args, **kwargs)
+
+        return noted
+
+    Communicator.all_gather = noting("all_gather")
+    Communicator.all_to_all = noting("all_to_all")
+    return used
+
+
+class Connections(NamedTuple):
+    """The connections of a rehearsal, and those of three steps after it."""
+
+    rehearsed: set[Connection]
+    trained: set[Connection]
+
+
+def connections(stage: int, scheme: str) -> Connections:
+    """Rehearse and train on two nodes of two ranks, as on a device with streams.
+
+    There gradients have a communicator of their own inside the node.
+    """
+    used = note_connections()
+    with_streams = {"has_streams": lambda: True}
+    zero_front.accelerator = SimpleNamespace(**vars(zero_front.accelerator) | with_streams)
+    warmup.warm_up_kernels = lambda *_: None
+    engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
+    attached = engine.ds_quant_attached
+    warmup.warm_up(attached.run, attached.message_kinds())
+    rehearsed = set(used)
+    used.clear()
+    train_steps(engine, 3)
+    return Connections(rehearsed, trained=used)
+
+
+CONNECTED = [(3, "sdp4bit"), (3, "full_precision"), (2, "sdp4bit")]
+
+
+@pytest.mark.parametrize(("stage", "scheme"), CONNECTED)
+@on_ranks(4)
+def test_training_uses_no_connection_that_was_not_rehearsed(stage: int, scheme: str) -> None:
+    """NCCL would connect the ranks in the middle of a step, which takes seconds."""
+    rehearsed, trained = connections(stage, scheme)
+    assert {connection.collective for connection in trained} == {"all_gather", "all_to_all"}
+    assert trained <= rehearsed
+
+
+@pytest.mark.parametrize(("stage", "scheme"), CONNECTED)
+@on_ranks(4)
+def test_the_rehearsal_connects_no_ranks_that_training_does_not(stage: int, scheme: str) -> None:
+    """But for the world: its gathers carry checksums only if the ranks keep weights, and its
+    exchanges under ZeRO-1 and 2 the sums that ranks add up for others.
+    """
+    rehearsed, trained = connections(stage, scheme)
+    assert rehearsed - trained <= {Connection("all_gather", "world"), OVER_THE_WORLD}
+
+
+@pytest.mark.parametrize("scheme", ["sdp4bit", "full_precision"])
+@on_ranks(4)
+def test_no_rank_is_connected_to_all_others_under_zero_3(scheme: str) -> None:
+    """An all-to-all over the world would connect each of 512 GPUs to 511 others."""
+    assert OVER_THE_WORLD not in connections(3, scheme).rehearsed
+
+
+@on_ranks(4)
+def test_ranks_that_may_add_up_sums_for_others_are_connected_under_zero_2() -> None:
+    assert OVER_THE_WORLD in connections(2, "sdp4bit").rehearsed
+
+
+@on_ranks(4)
+def test_a_rehearsal_is_not_counted_as_traffic() -> None:
+    attached = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_attached
+    before = dict(attached.run.traffic.collectives)
+    used = note_connections()
+    warmup.warm_up(attached.run, attached.message_kinds())
+    assert used, "nothing was sent, so there was nothing to count"
+    assert attached.run.traffic.collectives == before

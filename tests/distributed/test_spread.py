@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import fake_world
 import pytest
@@ -42,6 +43,7 @@ def small_chunks(
     """``at_once``: every exchange is finished before the optimizer step returns. ``streams``:
     gathers are posted as on a device with streams.
     """
+    from ds_quant.policy import in_flight as limits
     from ds_quant.zero import chunked_exchange, node_shard
 
     after_step = node_shard.NodeShard.after_step
@@ -50,18 +52,14 @@ def small_chunks(
         after_step(self)
         self.finish()
 
-    least, at_a_time = node_shard.LEAST_NUMEL, chunked_exchange.EXCHANGED_AT_ONCE
-    accelerator = node_shard.accelerator
-    as_asked = {"has_streams": lambda: streams}
-    node_shard.accelerator = SimpleNamespace(**vars(accelerator) | as_asked)
-    node_shard.LEAST_NUMEL, chunked_exchange.EXCHANGED_AT_ONCE = 500, in_flight
-    node_shard.NodeShard.after_step = then_finish if at_once else after_step
-    try:
+    as_asked = vars(node_shard.accelerator) | {"has_streams": lambda: streams}
+    with (
+        patch.object(limits, "LEAST_NUMEL", 500),
+        patch.object(chunked_exchange, "EXCHANGED_AT_ONCE", in_flight),
+        patch.object(node_shard, "accelerator", SimpleNamespace(**as_asked)),
+        patch.object(node_shard.NodeShard, "after_step", then_finish if at_once else after_step),
+    ):
         yield
-    finally:
-        node_shard.LEAST_NUMEL, chunked_exchange.EXCHANGED_AT_ONCE = least, at_a_time
-        node_shard.accelerator = accelerator
-        node_shard.NodeShard.after_step = after_step
 
 
 class Detour(nn.Module):
@@ -136,7 +134,7 @@ def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: boo
     with fake_world.without_handshake(), fake_world.faked_cuda(), small:
         engine = build(config(2, PREFETCH, accumulation=2))
         train_steps(engine, 2)
-        link = engine.ds_quant_attached.node_shard._intra
+        link = engine.ds_quant_attached.run.world.hierarchy.intra
         gather = link.all_gather
 
         def counted(*args: Any, **kwargs: Any) -> Any:

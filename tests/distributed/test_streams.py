@@ -1,16 +1,15 @@
-"""What a device with streams would do with the steps of every kind of scheme: nothing is read
-before it is written, no memory is taken again while another stream uses it (see
-``device_model``), the host waits for nothing, and kernels are compiled before the first step.
+"""Steps of every kind of scheme on a device with streams.
 
-A fake world of 2 x 2 ranks, DeepSpeed's streams and one per process group. Where an order is taken
-away on purpose the model must notice.
+Nothing is read before it is written, no memory is taken again while another stream uses it (see
+``device_model``), and the host waits for nothing. The world is a fake one of 2 x 2 ranks, with
+DeepSpeed's streams and one per process group. The model must notice an order that is taken away.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -21,18 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_quant.comm.reduction_plan import presumed_pace
-from ds_quant.comm.topology import Topology
-from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.zero import accelerator
 from tests.distributed import counting
 from tests.distributed.features import ALL_FEATURES, Feature
 from tests.distributed.harness import OWN_GROUP, on_ranks, scratch
 from tests.distributed.models import (
     PREFETCH,
-    QSDP,
     build,
-    engine_of,
     forward,
     settings,
     train_step,
@@ -48,19 +42,17 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
 def _become_a_device(model: Any, lost: str) -> None:
-    """From here on DeepSpeed and the plugin take this process for one with the model's streams."""
-    from deepspeed.accelerator import real_accelerator
+    """From here on DeepSpeed and the plugin take this process for one with the model's streams.
 
-    from ds_quant.zero import accelerator, attach
-    from tests.distributed.device_model import Accelerator, become_a_device
+    lost: an order to take away, "barrier" or "recorded", or "nothing".
+    """
+    from ds_quant.zero.accelerator import StepBarrier
+    from tests.distributed.device_model import become_a_device, become_deepspeeds_device
 
-    real_accelerator.ds_accelerator = Accelerator(model)
+    become_deepspeeds_device(model)
     become_a_device(model, keeps_records=lost != "recorded")
     if lost == "barrier":
-        accelerator.StepBarrier.wait = lambda _: None
-    as_on_cuda = {"device": lambda: torch.device("cuda")}
-    attach.accelerator = SimpleNamespace(**vars(accelerator) | as_on_cuda)
-    attach.warm_up = lambda *_: None
+        StepBarrier.wait = lambda _: None
 
 
 def faults(
@@ -73,8 +65,10 @@ def faults(
     world: str = "2x2",
     more: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Return the faults of three optimizer steps. A feature with a loop of its own keeps it.
-    ``more``: what else is in the block.
+    """Return the faults of three optimizer steps.
+
+    feature: one with a loop of its own keeps it.
+    more: further keys of the block.
     """
     ranks = fake_world.World.parse(world)
     fake_world.join(ranks)
@@ -232,40 +226,67 @@ def test_every_way_to_run_knows_that_what_it_touches_is_done(title: str, stage: 
     assert faults(stage, scheme, feature, world=world, more=more) == []
 
 
-@on_ranks(1)
-def test_sums_that_were_away_are_kept_for_the_stream_that_reduces() -> None:
-    """Those of a parameter that has changed its bucket."""
-    from deepspeed.accelerator import real_accelerator
+# ---- partial sums that were away ----
 
-    from ds_quant.zero.partial_gradients import PartialBucket, PartialGradients
-    from tests.distributed.device_model import Accelerator, Model
+MEMBER = ("parameter", -1)
+
+
+def bucket_of_sums() -> Any:
+    """Return a bucket with partial sums of one gradient, made on the current stream."""
+    from ds_quant.zero.partial_gradients import PartialBucket
+
+    return PartialBucket(
+        members=[MEMBER],
+        values=torch.ones(64),
+        reduction=None,
+        reduce_between_nodes=lambda: [(MEMBER, torch.ones(64))],
+    )
+
+
+@contextmanager
+def reduced_sums() -> Iterator[tuple[Any, Any]]:
+    """Yield the model of a device, and partial gradients that hold sums of its default stream.
+
+    The sums are reduced between the nodes, because their parameter has changed its bucket.
+    """
+    from ds_quant.zero.partial_gradients import PartialGradients
+    from tests.distributed.device_model import Model, become_deepspeeds_device, record_streams
 
     model = Model()
-    real_accelerator.ds_accelerator = Accelerator(model)
-    torch.Tensor.record_stream = lambda tensor, stream: model.record(tensor, stream)
-    reducing, member = model.stream("reducing"), ("parameter", -1)
-    store = PartialGradients(SimpleNamespace(global_steps=0))
-
-    def bucket() -> PartialBucket:
-        crossing = lambda: [(member, torch.ones(64))]  # noqa: E731
-        return PartialBucket(
-            members=[member], values=torch.ones(64), reduction=None, reduce_between_nodes=crossing
-        )
-
+    become_deepspeeds_device(model)
+    record_streams(model)
+    partial_gradients = PartialGradients(SimpleNamespace(global_steps=0))
     with model:
-        store.pop("any", [])
-        store._reduced[member] = torch.ones(64)  # made on the default stream
-        store.keep("before", bucket())
+        partial_gradients.pop("the first bucket of a step", [])
+        partial_gradients.keep("bucket of the first micro-step", bucket_of_sums())
+        partial_gradients.pop("bucket of the second micro-step", [MEMBER])
+        yield model, partial_gradients
+
+
+@on_ranks(1)
+def test_sums_are_kept_for_the_stream_that_adds_to_them() -> None:
+    with reduced_sums() as (model, partial_gradients):
+        partial_gradients.keep("bucket of the second micro-step", bucket_of_sums())
+        reducing = model.stream("reducing")
         reducing.wait_stream(model.default)
         with model.on(reducing):
-            assert store.pop("now", [member]) is None  # added to the reduced sums
-        torch.zeros(64)
-        store._reduced[member] = torch.ones(64)
-        reducing.wait_stream(model.default)
-        with model.on(reducing):
-            store.pop_reduced([member])[member].mul(2)
-        torch.zeros(64)
+            partial_gradients.pop("bucket of the third micro-step", [MEMBER])
+        torch.zeros(64)  # takes memory that is free
     assert model.faults == []
+
+
+@on_ranks(1)
+def test_sums_are_kept_for_the_stream_that_reads_them() -> None:
+    with reduced_sums() as (model, partial_gradients):
+        reducing = model.stream("reducing")
+        reducing.wait_stream(model.default)
+        with model.on(reducing):
+            partial_gradients.pop_reduced([MEMBER])[MEMBER].mul(2)
+        torch.zeros(64)  # takes memory that is free
+    assert model.faults == []
+
+
+# ---- an order that is taken away ----
 
 
 @pytest.mark.parametrize(
@@ -285,11 +306,17 @@ def test_a_lost_order_is_noticed(lost: str, scheme: str) -> None:
 
 
 def waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
-    """By function, in one step of two micro-steps; and its messages of weights between nodes."""
+    """Return the waits of one step of two micro-steps by function, and its lossless messages."""
     from ds_quant.comm.lossless_gather import LosslessGather
 
-    posted, post = [], LosslessGather.post
-    LosslessGather.post = lambda *args: posted.append(args[1]) or post(*args)
+    posted: list[int] = []
+    post = LosslessGather.post
+
+    def noted(gathers: Any, index: int, *args: Any) -> Any:
+        posted.append(index)
+        return post(gathers, index, *args)
+
+    LosslessGather.post = noted
     fake_world.join(fake_world.World(2, 2))
     config = settings(
         stage, {"node_size": 2, "metrics": {"interval": 0}, "checksum_steps": 0, **block},
@@ -305,7 +332,7 @@ def waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
     return dict(counts), len(posted)
 
 
-# Whether weights that ranks keep were written: once per step, under ZeRO-3 once per micro-step.
+# Waits for the vote on written weights: once per step, under ZeRO-3 once per micro-step.
 WRITTEN = {2: {"_differing": 1}, 3: {"written": 2}}
 
 
@@ -336,108 +363,3 @@ def test_nothing_else_waits(scheme: str, stage: int) -> None:
         WRITTEN[stage] if keeps_weights else {}
     )
     assert messages == 0
-
-
-# ---- rehearsed kernels ----
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("world", [1, 2])
-@on_ranks()
-def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, kind: str) -> None:
-    from ds_quant.zero import attach
-
-    seen: list[Any] = []
-    attach.warm_up = lambda run, _: seen.append(run)
-    device = torch.device(kind)
-    attach.accelerator = SimpleNamespace(**vars(attach.accelerator) | {"device": lambda: device})
-    engine = engine_of(2, QSDP)
-    rehearsed = kind == "cuda" and world > 1
-    assert seen == ([engine.ds_quant_attached.run] if rehearsed else [])
-
-
-@on_ranks(1)
-def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> None:
-    from ds_quant.runtime import run as module
-    from ds_quant.zero.front import EngineFront
-
-    scheme = QuantizedCommConfig(scheme="sdp4bit").to_scheme()
-    alone = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 2)
-    for kind, backend in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
-        accelerator.device = lambda kind=kind: torch.device(kind)
-        module.carries = lambda *_, backend=backend: backend
-        front = EngineFront(alone, Topology(world=1, node_size=1), scheme)
-        assert front.run.slicing.pace == presumed_pace(torch.device(kind), backend)
-
-
-@on_ranks(4)
-def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
-    from ds_quant.comm.transport import Communicator
-    from ds_quant.runtime import warmup
-
-    rank, seen, sent, posted = torch.distributed.get_rank(), [], [], Communicator._posted
-    first = rank - rank % 2
-
-    def compiling(*_: Any) -> None:
-        seen.append("found" if (scratch() / f"by {first}").exists() else "compiles")
-        if rank == first:
-            time.sleep(0.5)
-            (scratch() / f"by {rank}").touch()
-
-    def noted(self: Communicator, payload: torch.Tensor, *args: Any) -> Any:
-        sent.append((self.size, payload.numel()))
-        return posted(self, payload, *args)
-
-    attached = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_attached
-    warmup.warm_up_kernels, Communicator._posted = compiling, noted
-    before = dict(attached.run.traffic.collectives)
-    for _ in range(2):  # as by two engines of a process
-        warmup.warm_up(attached.run, attached.message_kinds())
-    assert attached.run.traffic.collectives == before
-    assert seen == ["found" if rank % 2 else "compiles", "found"]
-    assert sent
-
-
-@pytest.mark.parametrize(
-    ("stage", "scheme"), [(3, "sdp4bit"), (3, "full_precision"), (2, "sdp4bit")]
-)
-@on_ranks(4)
-def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, scheme: str) -> None:
-    """An all-to-all over the world would connect each of 512 GPUs to 511 others."""
-    from torch.distributed import distributed_c10d as c10d
-
-    from ds_quant.comm.transport import Communicator
-    from ds_quant.runtime import warmup
-    from ds_quant.zero import front as module
-
-    used: set[tuple[str, str]] = set()  # collectives with the names of their groups
-
-    def noted(name: str) -> Callable[..., Any]:
-        original = getattr(Communicator, name)
-
-        def call(self: Communicator, *args: Any, **kwargs: Any) -> Any:
-            whole = self.size == torch.distributed.get_world_size()  # DeepSpeed may have two
-            used.add((name, "world" if whole else c10d._world.pg_names[self.process_group]))
-            return original(self, *args, **kwargs)
-
-        return call
-
-    Communicator.all_gather, Communicator.all_to_all = noted("all_gather"), noted("all_to_all")
-    # Gradients have a communicator of their own inside the node.
-    streams = {"has_streams": lambda: True}
-    module.accelerator = SimpleNamespace(**vars(module.accelerator) | streams)
-    warmup.warm_up_kernels = lambda *_: None
-    engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
-    attached = engine.ds_quant_attached
-    warmup.warm_up(attached.run, attached.message_kinds())
-    rehearsed = set(used)
-    used.clear()
-    for step in range(3):
-        train_step(engine, step)
-    assert used <= rehearsed
-    spare = {("all_gather", "world")}  # of checksums, if any weights are kept
-    if stage < 3:
-        spare.add(("all_to_all", "world"))  # of sums that others than their owners have added up
-    assert rehearsed - used <= spare
-    assert (("all_to_all", "world") in rehearsed) == (stage < 3)
-    assert {name for name, _ in rehearsed - spare} == {"all_gather", "all_to_all"}

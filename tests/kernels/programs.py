@@ -1,4 +1,6 @@
-"""Lists of tasks on guarded memory, by a back end and as docs/wire_format.md has them."""
+"""Programs for the kernels: tasks on guarded memory, carried out by a back end and, independently,
+as docs/wire_format.md says. Both must leave equal buffers.
+"""
 
 from __future__ import annotations
 
@@ -28,81 +30,113 @@ from tests.codecs import format_of
 from tests.kernels.inputs import KINDS, awkward, guarded, learned
 from tests.unit import wire_oracle as oracle
 
-# Buffers: values, and what is subtracted of them; messages that have arrived, and values in place
-# of one; messages that are written; values of a dtype that are, and fp32 ones.
-X, BASE, ARRIVED, OWN, WIRE, OUT, SUMS = range(7)
+# The buffers of a program, by number.
+X = 0  # values that are encoded or rotated
+BASE = 1  # values that are subtracted from them
+ARRIVED = 2  # messages of all sources
+OWN = 3  # fp32 values in place of a message
+WIRE = 4  # messages that are written
+OUT = 5  # values that are written, in the dtype of X
+SUMS = 6  # fp32 values that are written
+NUM_BUFFERS = 7
+
 FIRST_VECTORS = (3, (1 << 32) - 3, 1 << 40, (1 << 63) + 7)
-Values = Callable[[int], torch.Tensor]  # that many numbers, fp32
+Values = Callable[[int], torch.Tensor]  # returns that many numbers, fp32
 
 
 def streams_of(codecs: Sequence[Codec], *, block: int = 0, flips: int = 0) -> RngState:
-    """A stream per codec; every second one has learned levels of its own."""
-    bound_codecs, rotations = [], []
-    for place, codec in enumerate(codecs):
-        address = Address(0x0123456789ABCDEF + place, (1 << 33) + 1, FIRST_VECTORS[place % 4])
-        group = isinstance(codec, GroupCodec) and place % 2 == 1
-        bound_codecs.append(BoundCodec(codec, address, learned(codec) if group else None))
-        signs = Address(key=place, step=5) if flips else None
+    """Return a stream per codec; every second one has learned levels of its own."""
+    bound_codecs: list[BoundCodec] = []
+    rotations: list[Rotation | None] = []
+    for index, codec in enumerate(codecs):
+        address = Address(0x0123456789ABCDEF + index, (1 << 33) + 1, FIRST_VECTORS[index % 4])
+        has_levels = isinstance(codec, GroupCodec) and index % 2 == 1
+        bound_codecs.append(BoundCodec(codec, address, learned(codec) if has_levels else None))
+        signs = Address(key=index, step=5) if flips else None
         rotations.append(Rotation(block=block, signs=signs) if block else None)
     return RngState(bound_codecs, rotations)
 
 
 def kinds_of(codec: Codec) -> Values:
-    """Numbers whose groups hold every kind in turn."""
-    kinds, size = cycle(sorted(KINDS)), getattr(codec, "group_size", 128)
-    return lambda n: awkward(n, size, list(islice(kinds, ceil_div(n, size))), seed=n)
+    """Return numbers whose groups hold every kind in turn."""
+    kinds = cycle(sorted(KINDS))
+    group_size = getattr(codec, "group_size", 128)
+
+    def values(numel: int) -> torch.Tensor:
+        kinds_of_groups = list(islice(kinds, ceil_div(numel, group_size)))
+        return awkward(numel, group_size, kinds_of_groups, seed=numel)
+
+    return values
 
 
 class Program:
-    """Operations whose places follow each other in every buffer, up to where readable memory ends;
-    equal sizes lie at equal distances.
+    """Operations with their places in the buffers, one after the other.
 
-    skews: where the values of each begin instead, from a multiple of 16 bytes on.
+    Every buffer ends where readable memory ends. Operations of equal size lie at equal distances.
+
+    skews: instead, the first item of every operation's values, counted from a multiple of 128.
+    used: items of every buffer.
+    tasks: operations with their offsets.
     """
 
     def __init__(self, operations: Sequence[Operation], skews: Sequence[int] = ()) -> None:
         self.skews = skews
-        self._lay_out(operations, [0] * 7)
+        self.used: list[int] = []
+        self.tasks: list[tuple[Operation, Offsets]] = []
+        self._lay_out(operations, starts=[0] * NUM_BUFFERS)
         if not skews:
-            self._lay_out(operations, [-used % 64 for used in self.used])
+            self._lay_out(operations, starts=[-end % 64 for end in self.used])
 
-    def _lay_out(self, operations: Sequence[Operation], begin: list[int]) -> None:
-        self.used, self.tasks = begin, []
+    def _lay_out(self, operations: Sequence[Operation], starts: list[int]) -> None:
+        """Place the operations, in every buffer from ``starts`` on."""
+        self.used = starts
+        self.tasks = []
         for operation in operations:
             self.tasks.append((operation, self._offsets(operation)))
-        row = self.used[ARRIVED] = round_up(self.used[ARRIVED], 64)
+        self.used[ARRIVED] = round_up(self.used[ARRIVED], 64)
+        bytes_of_a_source = self.used[ARRIVED]
         for index, (operation, offsets) in enumerate(self.tasks):
             if isinstance(operation, Sum | Recode):
-                self.tasks[index] = operation._replace(stride=row), offsets
+                self.tasks[index] = operation._replace(stride=bytes_of_a_source), offsets
 
     def _offsets(self, op: Operation) -> Offsets:
-        if isinstance(op, Encode):
-            values, wire = self._take(X, op.numel, 12), self._bytes(WIRE, op.codec, op.on_wire)
-            base = 0 if op.base is None else self._take(BASE, op.numel, 13)
-            return Offsets(values=values, base=base, wire=wire, vector=16 * values)
-        if isinstance(op, Decode):
-            wire = self._bytes(ARRIVED, op.codec, op.numel)
-            return Offsets(wire=wire, values=self._take(OUT, op.numel))
-        if isinstance(op, Rotate):
-            values = self._take(X, op.numel)
-            return Offsets(values=values, rotated=self._take(SUMS, round_up(op.padded, 8)))
-        own = self._take(OWN, round_up(op.on_wire, 8))
-        if isinstance(op, Sum):
-            values = self._take(op.values, round_up(op.numel, 8 if op.values == SUMS else 1))
-            wire_in = self._bytes(ARRIVED, op.codec, op.on_wire)
-            return Offsets(wire_in=wire_in, values=values, own=own)
-        wire_in = self._bytes(ARRIVED, op.source, op.on_wire)
-        wire = self._bytes(WIRE, op.codec, op.on_wire)
-        return Offsets(wire_in=wire_in, wire=wire, own=own, vector=16 * own)
+        match op:
+            case Encode():
+                values = self._take(X, op.numel, gap=12)
+                wire = self._take_message(WIRE, op.codec, op.on_wire)
+                base = 0 if op.base is None else self._take(BASE, op.numel, gap=13)
+                return Offsets(values=values, base=base, wire=wire, vector=16 * values)
+            case Decode():
+                wire = self._take_message(ARRIVED, op.codec, op.numel)
+                return Offsets(wire=wire, values=self._take(OUT, op.numel))
+            case Rotate():
+                values = self._take(X, op.numel)
+                rotated = self._take(SUMS, round_up(op.padded, 8))
+                return Offsets(values=values, rotated=rotated)
+            case Sum():
+                own = self._take(OWN, round_up(op.on_wire, 8))
+                numel = round_up(op.numel, 8) if op.values == SUMS else op.numel
+                values = self._take(op.values, numel)
+                wire_in = self._take_message(ARRIVED, op.codec, op.on_wire)
+                return Offsets(wire_in=wire_in, values=values, own=own)
+            case Recode():
+                own = self._take(OWN, round_up(op.on_wire, 8))
+                wire_in = self._take_message(ARRIVED, op.source, op.on_wire)
+                wire = self._take_message(WIRE, op.codec, op.on_wire)
+                return Offsets(wire_in=wire_in, wire=wire, own=own, vector=16 * own)
 
-    def _take(self, buffer: int, items: int, gap: int = 0) -> int:
+    def _take(self, buffer: int, numel: int, gap: int = 0) -> int:
+        """Return the first item of ``numel`` new ones. gap: unused items before them."""
         start = self.used[buffer] + gap
         if self.skews:
-            start = round_up(start, 128) + (self.skews[len(self.tasks)] if buffer != OWN else 0)
-        self.used[buffer] = start + items
+            start = round_up(start, 128)
+            if buffer != OWN:
+                start += self.skews[len(self.tasks)]
+        self.used[buffer] = start + numel
         return start
 
-    def _bytes(self, buffer: int, codec: Codec, numel: int) -> int:
+    def _take_message(self, buffer: int, codec: Codec, numel: int) -> int:
+        """Return the first byte of a new message."""
         start = self.used[buffer]
         self.used[buffer] += codec.wire_bytes(numel)
         return start
@@ -110,37 +144,61 @@ class Program:
     def buffers(
         self, dtype: torch.dtype, base: torch.dtype, values: Values, streams: RngState
     ) -> list[torch.Tensor]:
-        """Filled: new values and those that arrive are ``values``."""
-        dtypes = dtype, base, torch.uint8, torch.float32, torch.uint8, dtype, torch.float32
+        """Return the buffers before the program runs.
+
+        dtype, base: of X and OUT, and of BASE.
+        values: the numbers that are encoded, here or by the sources of the messages.
+        """
         reading = [task for task in self.tasks if isinstance(task[0], Decode | Sum | Recode)]
         sources = max([getattr(op, "sources", 1) for op, _ in reading], default=0)
-        row, used = self.used[ARRIVED], [*self.used]
-        used[ARRIVED] *= sources
-        found = [guarded(n, dtype) for n, dtype in zip(used, dtypes, strict=True)]
-        for buffer, n in enumerate(used):
-            byte = found[buffer].dtype == torch.uint8
-            found[buffer].copy_(torch.full((n,), 0x55) if byte else torch.randn(n))
+        sizes = [*self.used]
+        sizes[ARRIVED] *= sources
+        dtypes = [dtype, base, torch.uint8, torch.float32, torch.uint8, dtype, torch.float32]
+        buffers = [_untouched(*each) for each in zip(sizes, dtypes, strict=True)]
         for op, offsets in self.tasks:
             if isinstance(op, Encode | Rotate):
-                new = found[X][offsets.values :][: op.numel].copy_(values(op.numel))
-                if isinstance(op, Encode) and op.base is not None:
-                    found[BASE][offsets.base :][: op.numel] = new.float() * 1.001 + 0.01
+                _write_new_values(op, offsets, buffers, values(op.numel))
         for source in range(sources):
             for op, offsets in reading:
-                x = values(getattr(op, "on_wire", op.numel))
-                codec = codec_of_source(op)
-                table = table_of(codec, streams, op)
-                wire = bytes_of(x.numpy(), codec, streams.address(op.stream, source), table)
-                first = offsets.wire if isinstance(op, Decode) else offsets.wire_in
-                start = source * row + first
-                found[ARRIVED][start:][: len(wire)] = wire
-        return found
+                message = _message_of_source(op, source, streams, values)
+                wire = offsets.wire if isinstance(op, Decode) else offsets.wire_in
+                start = source * self.used[ARRIVED] + wire
+                buffers[ARRIVED][start : start + len(message)] = message
+        return buffers
+
+
+def _untouched(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a buffer on guarded memory; what a program leaves alone is not zero."""
+    buffer = guarded(numel, dtype)
+    if dtype == torch.uint8:
+        return buffer.copy_(torch.full((numel,), 0x55))
+    return buffer.copy_(torch.randn(numel))
+
+
+def _write_new_values(
+    op: Encode | Rotate, offsets: Offsets, buffers: list[torch.Tensor], values: torch.Tensor
+) -> None:
+    """Write the values of an operation, and a base that differs little from them."""
+    new = buffers[X][offsets.values :][: op.numel].copy_(values)
+    if isinstance(op, Encode) and op.base is not None:
+        buffers[BASE][offsets.base :][: op.numel] = new.float() * 1.001 + 0.01
+
+
+def _message_of_source(
+    op: Decode | Sum | Recode, source: int, streams: RngState, values: Values
+) -> torch.Tensor:
+    """Return the message that an operation reads from a source."""
+    codec = codec_of_source(op)
+    numel = op.numel if isinstance(op, Decode) else op.on_wire
+    address = streams.address(op.stream, source)
+    return bytes_of(values(numel).numpy(), codec, address, table_of(codec, streams, op))
 
 
 # ---- as the page says ----
 
 
 def table_of(codec: Codec, streams: RngState, op: Operation) -> np.ndarray | None:
+    """Return the levels of an operation's messages, None for a codec that learns none."""
     if getattr(codec, "levels", "") != "learned":
         return None
     return codec.table(streams.bound_codecs[op.stream].levels, torch.device("cpu")).numpy()
@@ -149,6 +207,7 @@ def table_of(codec: Codec, streams: RngState, op: Operation) -> np.ndarray | Non
 def bytes_of(
     x: np.ndarray, codec: Codec, address: Address, table: np.ndarray | None
 ) -> torch.Tensor:
+    """Return the message of x, (bytes,) uint8."""
     key, step, first = address[:3]
     with np.errstate(all="ignore"):
         row = oracle.row_of(x, format_of(codec), (key, step), first, table)
@@ -157,7 +216,7 @@ def bytes_of(
 
 
 def codec_of_source(op: Decode | Sum | Recode) -> Codec:
-    """Codec of the messages that an operation reads."""
+    """Return the codec of the messages that an operation reads."""
     return op.source if isinstance(op, Recode) else op.codec
 
 
@@ -169,16 +228,20 @@ class Page(NamedTuple):
     buffers: list[torch.Tensor]
     streams: RngState
 
+    # - What it reads
+
     def values(self) -> np.ndarray:
-        """The numbers that are encoded or rotated, (numel,) fp32."""
+        """Return the numbers that are encoded or rotated, (numel,) fp32."""
         op, offsets = self.op, self.offsets
         x = self.buffers[X][offsets.values :][: op.numel].float().numpy()
         if isinstance(op, Encode) and op.base is not None:
             x = x - self.buffers[BASE][offsets.base :][: op.numel].float().numpy()
-        return oracle.rotate(x * self.signs(len(x)), op.block) if op.block else x
+        if not op.block:
+            return x
+        return oracle.rotate(x * self.signs(len(x)), op.block)
 
     def signs(self, numel: int, sender: int | None = None) -> np.ndarray | int:
-        """Factors of the sign flips of `numel` elements."""
+        """Return the factors of the sign flips of ``numel`` elements."""
         op = self.op
         if not op.flips:
             return 1
@@ -186,14 +249,14 @@ class Page(NamedTuple):
         return np.resize(oracle.signs_of(key, step, op.block, sender), numel)
 
     def decoded(self, start: int, numel: int) -> np.ndarray:
-        """The numbers of a message that begins at byte `start`."""
+        """Return the numbers of a message that begins at byte ``start``."""
         codec = codec_of_source(self.op)
         row = self.buffers[ARRIVED][start:][: codec.wire_bytes(numel)].numpy().tobytes()
         table = table_of(codec, self.streams, self.op)
         return oracle.read(row, format_of(codec), numel, table)
 
     def rows(self) -> list[np.ndarray]:
-        """The rows of a sum in their order, (numel on the wire,) fp32 each."""
+        """Return the rows of a sum in their order, (numel on the wire,) fp32 each."""
         op, offsets = self.op, self.offsets
         starts = [offsets.wire_in + source * op.stride for source in range(op.sources)]
         rows = [self.decoded(start, op.on_wire) for start in starts]
@@ -202,7 +265,13 @@ class Page(NamedTuple):
             rows.insert(op.own_row, own.numpy())
         return rows
 
-    def encode(self, x: np.ndarray) -> None:
+    # - What it writes
+
+    def write(self, buffer: int, start: int, values: np.ndarray) -> None:
+        """Write values from item ``start`` of a buffer on, rounded to its dtype."""
+        self.buffers[buffer][start : start + len(values)] = torch.from_numpy(values)
+
+    def write_message(self, x: np.ndarray) -> None:
         """Write the message of x."""
         op, offsets = self.op, self.offsets
         table = table_of(op.codec, self.streams, op)
@@ -212,7 +281,7 @@ class Page(NamedTuple):
 
 
 def added_up(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Sum in the order of the rows."""
+    """Return the sum in the order of the rows."""
     total = rows[0].copy()
     for row in rows[1:]:
         total += row
@@ -220,7 +289,7 @@ def added_up(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def final_sum(page: Page) -> np.ndarray:
-    """The sum of a Sum, rotated back and scaled."""
+    """Return the sum of a Sum, rotated back and scaled."""
     op = page.op
     rows = page.rows()
     if op.flips == OWN_SIGNS:
@@ -233,24 +302,34 @@ def final_sum(page: Page) -> np.ndarray:
     return total * np.float32(op.scale)
 
 
+def decoded_values(page: Page) -> np.ndarray:
+    """Return the values of a Decode, added to those that are there if it adds."""
+    op, offsets = page.op, page.offsets
+    values = page.decoded(offsets.wire, op.numel)
+    if op.add:
+        values = values + page.buffers[op.values][offsets.values :][: op.numel].float().numpy()
+    return values
+
+
 def carry_out(
     op: Operation, offsets: Offsets, buffers: list[torch.Tensor], streams: RngState
 ) -> None:
-    """Do a task as the page says."""
+    """Do a task as docs/wire_format.md says."""
     page = Page(op, offsets, buffers, streams)
-    if isinstance(op, Encode):
-        page.encode(page.values())
-    elif isinstance(op, Recode):
-        page.encode(added_up(page.rows()))
-    elif isinstance(op, Rotate):
-        buffers[op.rotated][offsets.rotated :][: op.padded] = torch.from_numpy(page.values())
-    else:
-        out = buffers[op.values][offsets.values :][: op.numel]
-        if isinstance(op, Sum):
-            out.copy_(torch.from_numpy(final_sum(page)[: op.numel]))
-        else:
-            found = torch.from_numpy(page.decoded(offsets.wire, op.numel))
-            out.copy_(found + out.float() if op.add else found)
+    match op:
+        case Encode():
+            page.write_message(page.values())
+        case Recode():
+            page.write_message(added_up(page.rows()))
+        case Rotate():
+            page.write(op.rotated, offsets.rotated, page.values())
+        case Sum():
+            page.write(op.values, offsets.values, final_sum(page)[: op.numel])
+        case Decode():
+            page.write(op.values, offsets.values, decoded_values(page))
+
+
+# ---- comparisons ----
 
 
 def check(
@@ -261,46 +340,58 @@ def check(
     base: torch.dtype = torch.bfloat16,
     values: Values = torch.randn,
 ) -> list[torch.Tensor]:
-    """Every buffer is what the page says; return them. NaN may have any sign and payload."""
+    """Compare every buffer with the page, and return them. NaN may have any sign and payload."""
     torch.manual_seed(1)
     buffers = program.buffers(dtype, base, values, streams)
     wanted = [buffer.clone() for buffer in buffers]
     with np.errstate(all="ignore"):
-        for task in program.tasks:
-            carry_out(*task, wanted, streams)
+        for op, offsets in program.tasks:
+            carry_out(op, offsets, wanted, streams)
     found = [kernels.put(buffer) for buffer in buffers]
-    tables = [c.levels if c.levels is None else kernels.put(c.levels) for c in streams.bound_codecs]
-    there = [c._replace(levels=t) for c, t in zip(streams.bound_codecs, tables, strict=True)]
-    Operations(program.tasks).run(found, RngState(there, streams.rotations))
-    for number, pair in enumerate(zip(found, wanted, strict=True)):
-        assert_values(*pair, f"buffer {number}")
+    bound_codecs: list[BoundCodec] = []
+    for bound in streams.bound_codecs:
+        levels = None if bound.levels is None else kernels.put(bound.levels)
+        bound_codecs.append(bound._replace(levels=levels))
+    Operations(program.tasks).run(found, RngState(bound_codecs, streams.rotations))
+    for number in range(NUM_BUFFERS):
+        assert_values(found[number], wanted[number], f"buffer {number}")
     return wanted
 
 
-def assert_values(found: torch.Tensor, wanted: torch.Tensor, what: str = "") -> None:
-    """Equal bits, except that a NaN may have any sign and payload."""
-    found, wanted = found.cpu(), wanted.to(found.dtype)
-    as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.element_size()]
-    same = found.contiguous().view(as_int) == wanted.contiguous().view(as_int)
-    places = (~(same | (found.isnan() & wanted.isnan()))).nonzero().tolist()
-    assert not places, f"{what}: {places[:8]} of {tuple(wanted.shape)} differ"
+def assert_values(found: torch.Tensor, wanted: torch.Tensor, name: str = "") -> None:
+    """Compare bits, except that a NaN may have any sign and payload."""
+    found = found.cpu().contiguous()
+    wanted = wanted.to(found.dtype).contiguous()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.element_size()]
+    is_equal = found.view(integers) == wanted.view(integers)
+    is_equal |= found.isnan() & wanted.isnan()
+    differing = (~is_equal).nonzero().tolist()
+    assert not differing, f"{name}: {differing[:8]} of {tuple(wanted.shape)} differ"
 
 
 ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=11)
 
 
 def expected(codec: Codec, x: torch.Tensor, address: Address = ADDRESS) -> torch.Tensor:
-    """Wire rows of x (rows, numel); learned levels are those of ``inputs.learned``."""
-    table, (key, step, first), rows = learned(codec), address[:3], []
-    for place, row in enumerate(x.float().numpy()):
-        at = Address(key, step, first + place * address.vectors_per_row(x.shape[1]))
-        rows.append(bytes_of(row, codec, at, None if table is None else table.numpy()))
-    return torch.stack(rows)
+    """Return the messages of x (rows, numel); learned levels are those of ``inputs.learned``."""
+    key, step, first_vector = address[:3]
+    table = _learned_table(codec)
+    messages = []
+    for index, row in enumerate(x.float().numpy()):
+        vector = first_vector + index * address.vectors_per_row(x.shape[1])
+        messages.append(bytes_of(row, codec, Address(key, step, vector), table))
+    return torch.stack(messages)
 
 
 def decoded(codec: Codec, wire: torch.Tensor, numel: int) -> torch.Tensor:
-    """(rows, numel) fp32 of what ``expected`` gives."""
-    table, fmt = learned(codec), format_of(codec)
-    levels = None if table is None else table.numpy()
-    rows = [oracle.read(row.numpy().tobytes(), fmt, numel, levels) for row in wire]
+    """Return the numbers of messages that ``expected`` has made, (rows, numel) fp32."""
+    table = _learned_table(codec)
+    rows = []
+    for message in wire:
+        rows.append(oracle.read(message.numpy().tobytes(), format_of(codec), numel, table))
     return torch.from_numpy(np.stack(rows))
+
+
+def _learned_table(codec: Codec) -> np.ndarray | None:
+    table = learned(codec)
+    return None if table is None else table.numpy()

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_quant.policy import timing
 from ds_quant.zero import accelerator, sharded_params
-from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.optimizer_hooks import ReplicaGroup, owner_buckets
 
 
@@ -99,12 +98,10 @@ def test_offloaded_weights_are_copied_to_the_device_without_a_wait(monkeypatch) 
     flat = torch.empty(8, dtype=torch.bfloat16, device=device)
     shard = torch.zeros(3, dtype=torch.bfloat16)
     shard.ds_numel = 3
-    param = types.SimpleNamespace(tensor=types.SimpleNamespace(ds_tensor=shard, ds_numel=5))
-    node = object.__new__(NodeShard)
-    node._rank = 1
+    parameter = types.SimpleNamespace(ds_tensor=shard, ds_numel=5)
     with Copies() as copies:
         wanted = ReplicaGroup(0, flat, [], None, torch.zeros(4)).updated(range(1, 3), torch.empty)
-        (values,) = node._shards([param])
+        (values,) = sharded_params.valid_shards([parameter], rank=1)
     assert (wanted.dtype, wanted.device, wanted.numel()) == (flat.dtype, device, 2)
     assert (values.device, values.numel()) == (device, 2)
     assert copies.async_ == [True, True]

@@ -16,6 +16,7 @@ from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.message import GatherSlice, Message
 from ds_quant.comm.node_rows import RowArena, ShardRows, exchange, gather
 from ds_quant.comm.rows import all_gather
+from ds_quant.comm.traffic import Traffic
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from tests.codecs import codecs, format_of
@@ -173,11 +174,12 @@ def test_nothing_to_send_starts_no_collective() -> None:
 def test_part_of_the_world_is_counted_by_node(node_size: int, reach: str) -> None:
     """Ranks 0 and 3."""
     world = World(4 // node_size, node_size)
-    made = [world.communicator([0, 3], place) for place in range(2)]
-    arriving = [link.all_gather(torch.zeros(48).byte(), role="weights") for link in made]
-    for link, pending in zip(made, arriving, strict=True):
+    counters = [Traffic(), Traffic()]
+    links = [world.communicator([0, 3], index, counters[index]) for index in range(2)]
+    arriving = [link.all_gather(torch.zeros(48).byte(), role="weights") for link in links]
+    for traffic, pending in zip(counters, arriving, strict=True):
         assert len(pending.wait()) == 96
-        assert link._traffic.received["weights"] == {"intra": 0, "inter": 0} | {reach: 48}
+        assert traffic.received["weights"] == {"intra": 0, "inter": 0} | {reach: 48}
 
 
 # ---- node shard ----

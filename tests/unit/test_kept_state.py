@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from ds_quant.comm.node_rows import ShardRows
 from ds_quant.comm.transport import Pending
 from ds_quant.runtime import log
 from ds_quant.runtime.param import DECODED, EXACT
 from ds_quant.zero import checkpoint, fetch, optimizer_hooks, sharded_params
-from ds_quant.zero.chunked_exchange import ChunkedExchange
 from ds_quant.zero.engine import AttachedEngine
-from ds_quant.zero.node_shard import NodeShard
+from ds_quant.zero.node_messages import NodeMessages
 from ds_quant.zero.replica import Replica
 from tests.world import SimulatedRank, World
 
@@ -137,21 +136,43 @@ def test_an_export_in_the_warm_up_sends_nothing(replica: Replica, warmup: int) -
 # ---- which values may be decoded, under ZeRO-3 ----
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> None:
-    params = {"both": ("4 bits", "8 bits"), "between nodes": ("4 bits", None),
-              "inside nodes": (None, "8 bits"), "neither": (None, None),
-              "frozen": ("8 bits",), "frozen, exact": (None,)}  # fmt: skip
-    node = object.__new__(NodeShard)
-    node._front = SimpleNamespace(step=5)
-    node._run = SimpleNamespace(is_full_precision=lambda step: exact)
-    node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
-    node._posts_at_once, node._post_until = True, lambda _: None
-    node._compares_next_gather = False
-    node._hop_codecs_of = lambda names: [params[name] for name in names]
-    _, lossy = node.gather(list(params))
-    assert lossy == [not exact and any(streams) for streams in params.values()]
-    assert exact or lossy == [True, True, True, False, True, False]
+EIGHT_BITS_INSIDE = {"weights": {"intra": {"bits": 8}}}
+
+
+def gathered_weights_are_lossy(
+    *, scheme: str, trained: bool = True, step: int = 5, **block: Any
+) -> bool:
+    """Return the answer of the node shard of 2 x 2 ranks for a gather of one parameter."""
+    run = rank_of(scheme, stage=3, **block).run
+    param = run.params[0]
+    param.set_trained(trained)
+    param.node_rows = ShardRows(
+        numel=64, node_size=2, local=0, rows=torch.zeros(2, 16, dtype=torch.bfloat16)
+    )
+    (is_lossy,) = NodeMessages(run).plan([param], step).is_lossy
+    return is_lossy
+
+
+def test_weights_quantized_between_nodes_are_kept_out_of_exports() -> None:
+    assert gathered_weights_are_lossy(scheme="sdp4bit")
+
+
+def test_weights_quantized_inside_a_node_are_kept_out_of_exports() -> None:
+    assert gathered_weights_are_lossy(scheme="lossless", **EIGHT_BITS_INSIDE)
+
+
+def test_weights_that_no_hop_quantizes_are_exact() -> None:
+    assert not gathered_weights_are_lossy(scheme="lossless")
+
+
+def test_frozen_weights_are_quantized_inside_a_node_only() -> None:
+    assert not gathered_weights_are_lossy(scheme="sdp4bit", trained=False)
+    assert gathered_weights_are_lossy(scheme="sdp4bit", trained=False, **EIGHT_BITS_INSIDE)
+
+
+def test_weights_of_the_warm_up_are_exact() -> None:
+    assert not gathered_weights_are_lossy(scheme="sdp4bit", step=5, warmup_steps=6)
+    assert gathered_weights_are_lossy(scheme="sdp4bit", step=6, warmup_steps=6)
 
 
 def test_every_parameter_of_a_gather_is_marked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import types
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,10 +16,55 @@ import torch
 from ds_quant.comm import lossless_gather
 from ds_quant.comm.checksum import MessageErrors, seal
 from ds_quant.comm.lossless_gather import LosslessGather
-from ds_quant.comm.transport import Pending
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.zero.chunked_exchange import ChunkedExchange
 from tests.late import LateMessage
-from tests.world import World
+
+
+class ProcessGroup:
+    """A process group of torch with one backend, such as "gloo"."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(name=lambda: self._backend)
+
+
+def communicator_of(
+    ranks: Sequence[int],
+    *,
+    index: int,
+    backend: str = "gloo",
+    sealed: bool = False,
+    buffers: Any = None,
+    collective: Any = None,
+) -> Communicator:
+    """Return the communicator of one rank of a group that has no other member in this process.
+
+    ranks: global ranks of the group. index: of this rank in it.
+    collective: takes the place of both collectives of torch.
+    """
+    collectives = SimpleNamespace(
+        get_world_size=lambda group: len(ranks),
+        get_rank=lambda group: index,
+        get_global_rank=lambda group, rank: ranks[rank],
+        all_gather_into_tensor=collective,
+        all_to_all_single=collective,
+    )
+    return Communicator(
+        ProcessGroup(backend),
+        topology=Topology(world=4, node_size=4),
+        traffic=Traffic(),
+        sealed=sealed,
+        buffers=buffers,
+        dist=collectives,
+    )
+
+
+# ---- buffers on a device ----
 
 
 class DeviceBytes:
@@ -34,46 +82,41 @@ class DeviceBytes:
         self.streams.append(stream)
 
 
-class Device:
-    """The process group of a link and the streams of its device."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.now, self.waited = "posting", []
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
-        work = types.SimpleNamespace(wait=lambda: self.waited.append(self.now))
-        self.communicator = World(1, 2).communicator([0, 1], 0)
-        self.communicator.empty = lambda numel, device: DeviceBytes()
-        collective = lambda *args, **options: work  # noqa: E731
-        self.communicator._dist = types.SimpleNamespace(
-            all_gather_into_tensor=collective, all_to_all_single=collective
-        )
-
-    def received(self, collective: str, waiting: str) -> tuple[DeviceBytes, DeviceBytes]:
-        """Post a collective, wait for it on a stream: what was sent and what has arrived."""
-        payload = DeviceBytes()
-        pending = self._post(collective, payload)
-        self.now = waiting
-        return payload, pending.wait()
-
-    def _post(self, collective: str, payload: DeviceBytes) -> Pending[DeviceBytes]:
-        if collective == "all_gather":
-            return self.communicator.all_gather(payload, role="weights")
-        return self.communicator.all_to_all(payload, sent=[4, 4], received=[4, 4], role="weights")
+def post(communicator: Communicator, collective: str, payload: Any) -> Pending[Any]:
+    """Post a collective of two ranks that send four bytes to each."""
+    if collective == "all_gather":
+        return communicator.all_gather(payload, role="weights")
+    return communicator.all_to_all(payload, sent=[4, 4], received=[4, 4], role="weights")
 
 
 @pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
 def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch) -> None:
-    device = Device(monkeypatch)
-    payload, received = device.received(collective, "waiting")
-    assert device.waited == ["waiting"]
-    assert payload.streams == received.streams == ["waiting"]
+    current, waited_on = ["posting"], []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    work = SimpleNamespace(wait=lambda: waited_on.append(current[0]))
+    communicator = communicator_of(
+        [0, 1],
+        index=0,
+        backend="nccl",
+        buffers=SimpleNamespace(empty=lambda numel, device: DeviceBytes()),
+        collective=lambda *args, **options: work,
+    )
+    payload = DeviceBytes()
+    pending = post(communicator, collective, payload)
+    current[0] = "waiting"
+    received = pending.wait()
+    assert waited_on == ["waiting"]
+    assert payload.streams == ["waiting"]
+    assert received.streams == ["waiting"]
+
+
+# ---- messages between peers ----
 
 
 @pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
 def test_messages_between_peers_are_awaited_sent_ones_too(collective: str, monkeypatch) -> None:
     """gloo on the CPU; three ranks that send the same."""
-    link, payload, posted = World(1, 3).communicator([0, 1, 2], 1), torch.arange(32).byte(), []
-    link.is_gloo = True
+    link, payload, posted = communicator_of([0, 1, 2], index=1), torch.arange(32).byte(), []
 
     def receive(message: torch.Tensor, peer: int, *, group: object) -> LateMessage:
         posted.append(LateMessage(partial(message.copy_, payload), payload, message))
@@ -95,21 +138,35 @@ def test_messages_between_peers_are_awaited_sent_ones_too(collective: str, monke
     assert all(message.is_done for message in posted)
 
 
-def test_peers_are_named_by_their_global_rank(monkeypatch) -> None:
-    """Of a group of the global ranks 1 and 3: one whose message was changed, one that has died."""
-    link = World(4, 1).communicator([1, 3], 0)
-    sealed = torch.cat([seal(torch.zeros(32).byte(), [32], sender=r) for r in range(2)])
-    sealed[-20] ^= 1
-    link._open([32, 32], "weights", sealed)
-    found = link.message_errors.first()
-    assert (found.role, found.sender) == ("weights", 3)
+def test_the_sender_of_a_changed_message_is_named_by_its_global_rank(monkeypatch) -> None:
+    link = communicator_of([1, 3], index=0, sealed=True)
+    payload = torch.zeros(32, dtype=torch.uint8)
+    changed = seal(payload, [32], sender=1)
+    changed[5] ^= 1
 
-    def dies(tensor: torch.Tensor, src: int, group: object) -> None:
-        raise RuntimeError(f"no connection to {src}")
+    def receive(message: torch.Tensor, peer: int, *, group: object) -> LateMessage:
+        return LateMessage(partial(message.copy_, changed), changed, message)
+
+    monkeypatch.setattr(torch.distributed, "irecv", receive)
+    monkeypatch.setattr(torch.distributed, "isend", lambda *_, group: Mock())
+    link.all_gather(payload, role="weights").wait()
+    error = link.message_errors.first()
+    assert error is not None, "the change was not noticed"
+    assert (error.role, error.sender) == ("weights", 3)
+
+
+def test_a_peer_that_has_died_is_named_by_its_global_rank(monkeypatch) -> None:
+    link = communicator_of([1, 3], index=0)
+
+    def dies(message: torch.Tensor, peer: int, *, group: object) -> None:
+        raise RuntimeError(f"no connection to {peer}")
 
     monkeypatch.setattr(torch.distributed, "irecv", dies)
     with pytest.raises(RuntimeError, match="rank 3 does not answer.*no connection to 3"):
-        link._peer_to_peer([torch.zeros(8)] * 2, [torch.zeros(8)] * 2)
+        link.all_gather(torch.zeros(8, dtype=torch.uint8), role="weights")
+
+
+# ---- lossless messages ----
 
 
 class Room(DeviceBytes):
@@ -126,7 +183,7 @@ def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypat
     outbox, rooms = object.__new__(LosslessGather), [Room() for _ in range(18)]
     outbox._made_on, outbox._payloads, outbox._lengths = "optimizer", rooms, np.full((2, 18), 16)
     monkeypatch.setattr(lossless_gather, "decode_lossless", lambda *_, backend: None)
-    outbox._communicator = types.SimpleNamespace(
+    outbox._communicator = SimpleNamespace(
         hop="inter",
         size=2,
         ranks=[0, 1],
@@ -135,7 +192,7 @@ def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypat
         backend="auto",
     )
     arrived = Pending(lambda: torch.zeros(32, dtype=torch.uint8))
-    outbox._transport = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)
+    outbox._transport = SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)
     spread, rows = ChunkedExchange(), lambda: torch.zeros(2, 8)
     spread.begin(((place,), partial(outbox.post, place, rows)) for place in range(18))
     now[0] = "gathers"

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from ds_quant.comm.reduction_plan import presumed_pace
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import in_words
+from ds_quant.runtime import run as run_module
 from ds_quant.runtime.figures import saved_bytes
 from ds_quant.runtime.run import Run, SchemeState, StockVolume
 from ds_quant.runtime.start_line import LineParts, summary
@@ -47,6 +49,19 @@ def test_an_entry_of_a_schedule_is_due_once() -> None:
     due = [state.due((2, 5), step) for step in (1, 2, 3, 6, 7, 4)]  # step 5 is loaded over
     assert due == [False, True, False, True, False, False]
     assert state.learned_at == 7
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")])
+def test_slices_are_as_long_as_device_and_backend_need(
+    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "carries", lambda process_group, device: backend)
+    made = world()
+    made.engine.device = torch.device(kind)
+    network = made.ranks[0].network
+    scheme = made.ranks[0].run.scheme
+    run = SimulatedRank(made.engine, scheme, rank=0, network=network).run
+    assert run.slicing.pace == presumed_pace(torch.device(kind), backend)
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0, 2]])

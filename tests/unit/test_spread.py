@@ -1,11 +1,47 @@
-"""The order in which chunks are posted, awaited and given up; no process group."""
+"""The chunks of an exchange: where it is cut, and when each is posted, awaited and given up."""
 
 from __future__ import annotations
 
 import pytest
 
+from ds_quant.comm.node_rows import chunk_ranges
 from ds_quant.comm.transport import Pending
+from ds_quant.policy.in_flight import LEAST_NUMEL, MOST_NUMEL, chunk_numel
 from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
+
+# ---- where an exchange is cut ----
+
+
+def test_a_chunk_ends_before_the_tensor_that_would_exceed_the_limit() -> None:
+    assert chunk_ranges([3, 2, 4, 1, 5], most_numel=5) == [range(2), range(2, 4), range(4, 5)]
+
+
+def test_a_tensor_above_the_limit_is_a_chunk_of_its_own() -> None:
+    assert chunk_ranges([9, 1, 9], most_numel=5) == [range(1), range(1, 2), range(2, 3)]
+
+
+def test_tensors_without_elements_join_the_chunk_before_them() -> None:
+    assert chunk_ranges([5, 0, 0], most_numel=5) == [range(3)]
+
+
+def test_an_exchange_of_nothing_has_no_chunks() -> None:
+    assert chunk_ranges([], most_numel=5) == []
+
+
+@pytest.mark.parametrize(
+    ("numel", "expected"),
+    [
+        (8 * 1_000_000, 1_000_000),
+        (8 * 1_000_000 + 1, 1_000_001),  # eight chunks, not nine
+        (100, LEAST_NUMEL),
+        (1 << 32, MOST_NUMEL),
+    ],
+)
+def test_a_chunk_is_an_eighth_of_the_exchange_within_limits(numel: int, expected: int) -> None:
+    assert chunk_numel(numel) == expected
+
+
+# ---- when a chunk is posted ----
 
 
 def chunks(events: list[str], count: int, fails: int = -1) -> list[Chunk]:

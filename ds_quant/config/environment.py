@@ -71,8 +71,12 @@ def read(source: str) -> object:
     return block
 
 
-def block_of(given: Mapping[str, Any] | str | Path | None) -> QuantizedCommConfig | None:
+def block_of(
+    given: Mapping[str, Any] | str | Path | None, *, load_codecs: bool = True
+) -> QuantizedCommConfig | None:
     """Parse the block that ``attach`` was given: an object, a text or file; None: the variable's.
+
+    load_codecs: as of ``schema.parse``.
 
     Returns:
         None if there is no block or a disabled one, see ``reason_of_no_block``.
@@ -96,7 +100,7 @@ def block_of(given: Mapping[str, Any] | str | Path | None) -> QuantizedCommConfi
                 source = source[KEY]
             elif problems := misplaced_block(source):
                 raise ConfigError(*problems)
-        config = schema.parse_block(source)
+        config = schema.parse_block(source, load_codecs=load_codecs)
     except ConfigError as error:
         if not origin:
             raise

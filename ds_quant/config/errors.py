@@ -44,7 +44,11 @@ class ConfigError(ValueError):
             super().__init__(problems[0])
         else:
             lines = "".join(f"\n  {problem}" for problem in problems)
-            super().__init__(f"{len(problems)} mistakes in the DeepSpeed config:{lines}")
+            super().__init__(f"{len(problems)} mistakes:{lines}")
+
+
+class UnsupportedModel(ValueError):
+    """A setting of FSDP2 or DDP that the block cannot serve."""
 
 
 def path_of(location: Location) -> str:
@@ -83,13 +87,10 @@ def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
     for key, value in param_dict.items():
         # 0.75 also catches "quantized_communication"; DeepSpeed's own keys reach 0.6 at most.
         if key != KEY and isinstance(key, str) and did_you_mean(key, [KEY], cutoff=0.75):
-            problems.append(
-                f"{key}={show(value)}: unknown key in the DeepSpeed config; did you mean {KEY}?"
-            )
+            problems.append(f"{key}={show(value)}: unknown key: did you mean {KEY}?")
         if isinstance(value, dict) and key != KEY and KEY in value:
             problems.append(
-                f"{key}.{KEY}={show(value[KEY])}: move {KEY} to the top level of the DeepSpeed "
-                "config"
+                f"{key}.{KEY}={show(value[KEY])}: move {KEY} to the top level of the config"
             )
     return problems
 

@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
 from ds_quant.config import environment
-from ds_quant.config.errors import KEY
+from ds_quant.config.errors import KEY, UnsupportedModel
+from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp import hook as hooks
-from ds_quant.ddp.model import AttachedModel, reduced_parameters
-from ds_quant.runtime.handshake import handshake, model_facts
+from ds_quant.ddp.model import STAGE, AttachedModel, reduced_parameters
+from ds_quant.policy import refusals
+from ds_quant.runtime.handshake import handshake, model_facts, refusal_of_this_rank
 from ds_quant.runtime.inactive import InactiveFront
-from ds_quant.runtime.start import UnsupportedModel, start
+from ds_quant.runtime.short_messages import shorten_messages
+from ds_quant.runtime.start import start
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.tuning import tuned_front
 
@@ -34,7 +37,7 @@ def attach(
 
     Call it on all ranks before the first backward. Keep the result in the checkpoint's state, so
     that a resumed run repeats its random bits. A second call with the same block returns the first
-    result.
+    result, and takes an optimizer that was made since.
 
     Args:
         model: a ``DistributedDataParallel``, or a module that holds one, such as the result of
@@ -50,37 +53,56 @@ def attach(
         ConfigError: a setting or a combination that cannot work, before any collective.
         UnsupportedModel: a setting of DDP that cannot work, before any collective.
         TypeError: a model without a ``DistributedDataParallel``, or with several.
-        StartError: ranks with other settings or without this call.
+        StartError: ranks with other settings or without this call, or an error of another rank.
         RuntimeError: the model has another communication hook, or is attached with another block.
     """
-    config = environment.block_of(block)
-    if config is None:
-        return InactiveFront(environment.reason_of_no_block(block))
-    ddp = _ddp_of(model)
-    attached = front_of(ddp)
-    if attached is not None:
-        if attached.block != config:
-            raise RuntimeError(
-                f"{KEY}: this model is attached already, with another block: call detach() of its "
-                "front first"
-            )
-        return attached
-    refuse_unsupported(ddp)
-    config.validate_world(dist.get_world_size())
-    if not any(reduced_parameters(ddp)):
-        return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
-    hook = hooks.find(ddp) or hooks.register(ddp)
-    node_size = handshake(config, facts=model_facts("ddp", ddp.module), device=ddp.device)
+    shorten_messages()
+    with refusal_of_this_rank():
+        config = environment.block_of(block)
+        if config is None:
+            return InactiveFront(environment.reason_of_no_block(block))
+        ddp = _ddp_of(model)
+        attached = front_of(ddp)
+        if attached is not None:
+            return _attached_again(attached, config, optimizer)
+        refuse_unsupported(ddp)
+        refusals.refuse_block(config, stage=STAGE, world=dist.get_world_size())
+        if not any(reduced_parameters(ddp)):
+            return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
+        hook = hooks.find(ddp) or hooks.register(ddp)
+    facts = model_facts("ddp", ddp.module)
+    node_size = handshake(config, facts=facts, device=ddp.device, call="ds_quant.ddp.attach")
     topology = Topology(world=dist.get_world_size(), node_size=node_size)
     make = partial(AttachedModel, ddp, hook, topology, config)
     front = tuned_front(config, make)
     front.run.notices += _bypassing(ddp)
     start(front.run, front.events, resync=lambda: None)  # no rank caches weights
     announce(front.run, front.line_parts())
-    if optimizer is not None:
-        front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
+    _follow(front, optimizer)
     front.connect()
     return front
+
+
+def _attached_again(
+    front: AttachedModel, config: QuantizedCommConfig, optimizer: Optimizer | None
+) -> AttachedModel:
+    """Return the front of an attached model, after it has begun to follow a new optimizer.
+
+    Raises:
+        RuntimeError: it was attached with another block.
+    """
+    if front.block != config:
+        raise RuntimeError(
+            f"{KEY}: this model is attached already, with another block: call detach() of its "
+            "front first"
+        )
+    _follow(front, optimizer)
+    return front
+
+
+def _follow(front: AttachedModel, optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
 
 
 def _bypassing(ddp: DistributedDataParallel) -> Iterator[str]:

@@ -20,6 +20,7 @@ from ds_quant.config.errors import KEY
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp.gradients import RUN_NUMEL, BucketReduction
 from ds_quant.ddp.hook import Hook
+from ds_quant.policy import choosing
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import FLOATS, Scheme
@@ -261,10 +262,9 @@ class AttachedModel:
         volume = self.run.comm_volume()
         stock = self.run.stock_volume(volume)
         reasons: list[str] = []
-        if self.run.scheme.gradients is None and self.run.topology.world > 1:
-            reasons.append(
-                f'advice: scheme "{self.run.scheme.name}" quantizes nothing under DDP: take "eden4"'
-            )
+        advice = choosing.advice_under_ddp(self.run.scheme.block)
+        if advice is not None and self.run.topology.world > 1:
+            reasons.append(f"advice: {advice}")
         return LineParts(layout="DDP", volume=volume, stock=stock, reasons=reasons)
 
     def figures(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def reduced_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[int, str,
 class Accumulation:
     """Warns of gradients that are sent several times per optimizer step, once.
 
-    rounds: since the optimizer has stepped.
+    rounds: since the last step of the optimizer.
     """
 
     def __init__(self, run: Run) -> None:
@@ -293,15 +293,17 @@ class Accumulation:
         self._hook: Any = None  # of the optimizer, which holds this until ``stop``
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Notice the steps of an optimizer."""
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        """Notice the steps of an optimizer, and no longer those of the one before."""
+        self.stop()
+        # Before a step: one that raises has used its gradients, too.
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def stop(self) -> None:
         """Follow no optimizer any more."""
         if self._hook is not None:
             self._hook.remove()
 
-    def _after_step(self, *_: Any) -> None:
+    def _before_step(self, *_: Any) -> None:
         """Warn of two optimizer steps in a row with as many rounds each, more than one.
 
         A single step with several rounds has skipped updates: a GradScaler looks for its scale.

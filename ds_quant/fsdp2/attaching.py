@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import PlacementError
 from ds_quant.config import environment
-from ds_quant.config.errors import KEY, ConfigError, show
+from ds_quant.config.errors import KEY, ConfigError, UnsupportedModel, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.fsdp2 import torch_names
-from ds_quant.fsdp2.meshes import Mesh, Meshes, UnsupportedModel, mesh_of_group, meshes_of
-from ds_quant.fsdp2.model import AttachedModel
+from ds_quant.fsdp2.meshes import Mesh, Meshes, mesh_of_group, meshes_of
+from ds_quant.fsdp2.model import AttachedModel, Given
 from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, ranks_of_model
 from ds_quant.fsdp2.sharded_module import (
@@ -31,10 +31,11 @@ from ds_quant.fsdp2.sharded_module import (
 )
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
-from ds_quant.runtime.handshake import handshake, model_facts
+from ds_quant.runtime.handshake import handshake, model_facts, refusal_of_this_rank
 from ds_quant.runtime.inactive import InactiveFront
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
+from ds_quant.runtime.short_messages import shorten_messages
 from ds_quant.runtime.start import start
 from ds_quant.runtime.start_line import announce
 from ds_quant.runtime.tuning import tuned_front
@@ -49,7 +50,8 @@ def attach(
     """Send the weights and gradients of an FSDP2 model as a ``quantized_comm`` block says.
 
     Call it on all ranks after ``fully_shard`` and after the optimizer exists. Keep the result in
-    the checkpoint's state, so that a resumed run repeats its random bits.
+    the checkpoint's state, so that a resumed run repeats its random bits. A second call with the
+    same block returns the first result, and takes an optimizer that was made since.
 
     Args:
         model: a module that ``fully_shard`` was called on, or one that holds such modules; sharded
@@ -68,30 +70,57 @@ def attach(
         ConfigError: a setting or a combination that cannot work, before any collective.
         UnsupportedModel: a setting of ``fully_shard`` that cannot work, before any collective.
         TypeError, ValueError: an optimizer that is none, or of another model.
-        StartError: ranks with other settings or without this call.
-        RuntimeError: the model is attached already.
+        StartError: ranks with other settings or without this call, or an error of another rank.
+        RuntimeError: the model is attached already, with another block or without an optimizer.
     """
-    config = environment.block_of(block)
-    if config is None:
-        return InactiveFront(environment.reason_of_no_block(block))
-    if front_of(model) is not None:
-        raise RuntimeError(
-            f"{KEY}: this model is attached already: call detach() of its front first"
-        )
-    optimizers = optimizers_of(optimizer)
-    meshes = _meshes(model)
-    if meshes is None:
-        return InactiveFront(
-            f"{type(model).__name__} has no parameters that fully_shard has sharded: nothing is "
-            "quantized"
-        )
-    _refuse(config, meshes)
-    refuse_unsupported(model)
-    _refuse_optimizers(model, optimizers)
+    shorten_messages()
+    with refusal_of_this_rank():
+        config = environment.block_of(block)
+        if config is None:
+            return InactiveFront(environment.reason_of_no_block(block))
+        optimizers = optimizers_of(optimizer)
+        given = Given.of(model, config, optimizers)
+        attached = front_of(model)
+        if attached is not None:
+            return _attached_again(attached, given, model, optimizers)
+        meshes = _meshes(model)
+        if meshes is None:
+            return InactiveFront(
+                f"{type(model).__name__} has no parameters that fully_shard has sharded: nothing "
+                "is quantized"
+            )
+    with refusal_of_this_rank(meshes.ranks):
+        _refuse(config, meshes)
+        refuse_unsupported(model)
+        _refuse_optimizers(model, optimizers)
     ranks = _shake_hands(model, config, meshes)
     front = tuned_front(config, partial(AttachedModel, model, ranks))
     _begin(front, has_optimizer=bool(optimizers))
-    front.connect(model, optimizers)
+    front.connect(model, optimizers, given)
+    return front
+
+
+def _attached_again(
+    front: AttachedModel,
+    given: Given,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+) -> AttachedModel:
+    """Return the front of an attached model, after it has begun to follow more optimizers.
+
+    Raises:
+        RuntimeError: it was attached with another block, without an optimizer, as a part of a
+            larger model, or in part.
+        ValueError: an optimizer of another model.
+    """
+    assert front.given is not None, "a model has the front once it is connected"
+    difference = front.given.difference(given)
+    if difference is not None:
+        raise RuntimeError(
+            f"{KEY}: this model is attached already, {difference}: call detach() of its front first"
+        )
+    _refuse_optimizers(model, optimizers)
+    front.follow(optimizers)
     return front
 
 
@@ -178,8 +207,7 @@ def _refuse(config: QuantizedCommConfig, meshes: Meshes) -> None:
             problems += _problems_of_replicas(config, meshes, mesh)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    config.validate_world(len(meshes.ranks))
-    config.validate_stage(STAGE)
+    refusals.refuse_block(config, stage=STAGE, world=len(meshes.ranks))
 
 
 def _problems_of_replicas(config: QuantizedCommConfig, meshes: Meshes, mesh: Mesh) -> Iterator[str]:
@@ -217,7 +245,9 @@ def _shake_hands(model: nn.Module, config: QuantizedCommConfig, meshes: Meshes) 
     ranks = meshes.ranks
     mesh_shapes = ", ".join(f"{mesh.replicas} x {mesh.shards}" for mesh in meshes.each)
     facts = {**model_facts("fsdp2", model), "mesh": mesh_shapes}
-    node_size = handshake(config, facts=facts, device=meshes.device, ranks=ranks)
+    node_size = handshake(
+        config, facts=facts, device=meshes.device, ranks=ranks, call="ds_quant.fsdp2.attach"
+    )
     if config.node_size is None and meshes.replicas > 1:
         of_replica = len(ranks) // meshes.replicas
         if node_size < of_replica:

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ds_quant.config.errors import KEY
+from ds_quant.config.errors import KEY, UnsupportedModel
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.torch_names import ParamGroup
-from ds_quant.runtime.start import UnsupportedModel
 
 
 def unsupported(name: str, setting: str, way_out: str) -> UnsupportedModel:

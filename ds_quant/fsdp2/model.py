@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import KEY
+from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_module
@@ -25,7 +27,7 @@ from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.prices import line_parts_of, sizes_of, workload_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, run_of
-from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.scheme import Scheme
@@ -55,6 +57,38 @@ class ServedModule(NamedTuple):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of a call of ``attach``.
+
+    block: perhaps with "autotune".
+    has_optimizer: False for a model that is only evaluated.
+    groups: ids of the parameter groups of the model.
+    """
+
+    block: QuantizedCommConfig
+    has_optimizer: bool
+    groups: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, block: QuantizedCommConfig, optimizers: Sequence[Optimizer]
+    ) -> Given:
+        """Return the record of a call."""
+        groups = frozenset(id(group) for _, _, group in groups_of(model))
+        return cls(block=block, has_optimizer=bool(optimizers), groups=groups)
+
+    def difference(self, second: Given) -> str | None:
+        """Return the reason why a second call cannot return the front of this one, or None."""
+        if second.groups != self.groups:
+            return "as a part of a larger one, or a part of it is"
+        if second.block != self.block:
+            return "with another block"
+        if second.has_optimizer and not self.has_optimizer:
+            return "without an optimizer"
+        return None
+
+
 class AttachedModel:
     """One model under FSDP2.
 
@@ -63,6 +97,7 @@ class AttachedModel:
 
     The model's collectives hold it, so it lives as long as the model.
 
+    given: by ``connect``; None before it.
     copies: of the weights in every node, if the scheme keeps some; freed by ``detach``.
     """
 
@@ -73,6 +108,7 @@ class AttachedModel:
         scheme: Scheme,
     ) -> None:
         self.step = 0
+        self.given: Given | None = None
         self.run, modules = run_of(self, model, scheme, ranks)
         self._modules = modules
         self._forwards = Forwards(self.run)
@@ -104,7 +140,7 @@ class AttachedModel:
 
     # ---- life ----
 
-    def connect(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def connect(self, model: nn.Module, optimizers: Iterable[Optimizer], given: Given) -> None:
         """Replace the collectives of every sharded module, and follow the optimizers."""
         undo: list[Undo] = []
         for _, gather, reduction in self.served:
@@ -119,7 +155,12 @@ class AttachedModel:
             if module is not model:
                 undo += drop_with_module(module, self)
         self._undo = undo
+        self.given = given
         self._optimizers.follow(optimizers)
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Follow optimizers that were made since ``connect``."""
+        self._optimizers.know(optimizers)
 
     def detach(self) -> None:
         """Give FSDP2 its collectives back: the model trains on without the block.

@@ -83,9 +83,13 @@ class OptimizerSteps:
 
     def follow(self, given: Iterable[Optimizer]) -> None:
         """Begin to follow all optimizers. given: those that are known already."""
+        self.know(given)
+        _follow(self)
+
+    def know(self, given: Iterable[Optimizer]) -> None:
+        """Count the steps of optimizers before their first one."""
         for optimizer in given:
             self._know(optimizer)
-        _follow(self)
 
     def after_reduction(self) -> None:
         """Note that gradients were reduced."""

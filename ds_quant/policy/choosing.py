@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_quant.config.schema import parse_block
+from ds_quant.config.presets import AUTOTUNE
+from ds_quant.config.schema import QuantizedCommConfig, parse_block
 
 EXACT = "full_precision"
 NOTHING = ""  # no quantized_comm block
@@ -87,6 +88,26 @@ def recommended(place: Place, gigabits: float) -> str:
     """
     row = next(row for row in place.rows if gigabits >= row.least)
     return getattr(row, place.column)
+
+
+def advised_below(place: Place, scheme: str) -> float | None:
+    """Return the rate in Gb/s below which a scheme is recommended; None if it is on no slow link.
+
+    A scheme that is recommended on the fastest links, too, has no such rate.
+    """
+    faster: Row | None = None
+    for row in place.rows:
+        if getattr(row, place.column) == scheme:
+            return None if faster is None else faster.least
+        faster = row
+    return None
+
+
+def advice_under_ddp(config: QuantizedCommConfig) -> str | None:
+    """Return a sentence if the block sends nothing under DDP that it would quantize, else None."""
+    if config.scheme == AUTOTUNE or config.gradients.enabled:
+        return None
+    return f'scheme "{config.scheme}" quantizes nothing under DDP: take "eden4"'
 
 
 def candidates(place: Place) -> tuple[str, ...]:

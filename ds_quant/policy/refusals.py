@@ -127,6 +127,17 @@ def refuse(
     )
 
 
+def refuse_block(config: QuantizedCommConfig, *, stage: int, world: int) -> None:
+    """Raise ConfigError if a block cannot work under FSDP2 or DDP, whatever the model is.
+
+    stage: 3 for FSDP2, which shards as ZeRO-3 does; 0 for DDP, which sends no weights.
+    """
+    checks: list[Callable[[], object]] = [lambda: config.validate_world(world)]
+    if stage > 0:
+        checks.append(lambda: config.validate_stage(stage))
+    together(*checks)
+
+
 def refuse_unsupported(param_dict: Mapping[str, Any], *, bf16_optimizer: bool = False) -> None:
     """Raise ConfigError for settings of a DeepSpeed config that the plugin does not support.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -125,6 +126,9 @@ class Card(TypedDict):
     launched: tuple[str, int] | None  # a list once it has been JSON
 
 
+_FAILURE = "failure"  # the only key of a card whose rank has stopped before the handshake
+
+
 class Verdict(TypedDict, total=False):
     """The answer of rank 0: an error, or the ranks per node and warnings."""
 
@@ -231,29 +235,30 @@ def handshake(
     facts: Mapping[str, str],
     device: torch.device,
     ranks: Sequence[int] | None = None,
+    call: str | None = None,
 ) -> int:
     """Check through the store that all ranks fit together, and return the ranks per node.
 
     Args:
         facts: by name, those that must be equal on all ranks besides versions and the block.
         device: of the collectives. Ranks whose kernels differ are warned of.
+        call: the function that the user calls on all ranks; None under DeepSpeed, which calls this
+            where the plugin is installed and the config has a block.
         ranks: global ranks that start together, ascending; None for all ranks of the job.
 
     Raises:
         StartError: naming the ranks that did not answer within ``handshake_timeout`` seconds,
-            those whose version or settings differ, a file of metrics that rank 0 cannot write, or
-            a placement that makes no nodes.
+            those that have stopped with an error (``refusal_of_this_rank``), those whose version
+            or settings differ, a file of metrics that rank 0 cannot write, or a placement that
+            makes no nodes.
     """
     from ds_quant import __version__
 
-    all_ranks = range(dist.get_world_size())
-    ranks = all_ranks if ranks is None else ranks
+    ranks = range(dist.get_world_size()) if ranks is None else ranks
     world = len(ranks)
     rank = ranks.index(dist.get_rank())
-    is_part = world < len(all_ranks)
-    name = "handshake"
-    if is_part:
-        name += f" of ranks {'_'.join(map(str, ranks))}"
+    is_part = world < dist.get_world_size()
+    name = _name_of(ranks)
     store = store_of_call(name, rank)
     while store.check(["verdict"]):  # of an attempt that other ranks have given up
         store = store_of_call(name, rank)
@@ -274,9 +279,9 @@ def handshake(
     if store.check([_gave_up(rank)]):
         store.delete_key(_gave_up(rank))
     if rank == 0:
-        verdict = _lead(store, config, world, unwritable(config.metrics, rank))
+        verdict = _lead(store, config, world, call, unwritable(config.metrics, rank))
     else:
-        verdict = _follow(store, config.handshake_timeout, rank, world)
+        verdict = _follow(store, config.handshake_timeout, rank, world, call)
         if verdict.get("unheard"):  # so that all ranks meet in a later attempt
             store.set(_gave_up(rank), "")
             store.delete_key(str(rank))
@@ -288,25 +293,76 @@ def handshake(
     return verdict["node_size"]
 
 
-def _lead(store: PrefixStore, config: QuantizedCommConfig, world: int, fault: str) -> Verdict:
+@contextmanager
+def refusal_of_this_rank(ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """Let the other ranks end, too, if the body raises an error before the handshake.
+
+    They raise ``StartError`` with this rank's message. Without it they would wait for this rank
+    until ``handshake_timeout``.
+
+    ranks: as of ``handshake``; None also while they are not known.
+    """
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized():
+            ranks = range(dist.get_world_size()) if ranks is None else ranks
+            with suppress(RuntimeError):  # the store is gone with the rank that held it
+                _tell_failure(f"{type(error).__name__}: {error}", ranks)
+        raise
+
+
+def _tell_failure(message: str, ranks: Sequence[int]) -> None:
+    """Answer the handshake with an error of this rank."""
+    rank = ranks.index(dist.get_rank())
+    store = store_of_call(_name_of(ranks), rank)
+    if store.check(["verdict"]):  # the other ranks have given this attempt up
+        return
+    if rank == 0:
+        _publish(store, {"error": _stopped({0: message})}, present=range(1, len(ranks)))
+    else:
+        store.set(str(rank), json.dumps({_FAILURE: message}))
+        store.set(f"left/{rank}", "")
+
+
+def _name_of(ranks: Sequence[int]) -> str:
+    """Return the name of the handshake of some ranks in the store."""
+    if len(ranks) == dist.get_world_size():
+        return "handshake"
+    return f"handshake of ranks {'_'.join(map(str, ranks))}"
+
+
+def _lead(
+    store: PrefixStore, config: QuantizedCommConfig, world: int, call: str | None, fault: str
+) -> Verdict:
     """Rank 0: publish and return the verdict."""
     keys = [str(rank) for rank in range(world)]
     missing: list[int] = []
     if not wait_for_keys(store, keys, config.handshake_timeout):
         missing = missing_ranks(store, range(world))
     if missing:
-        verdict = _no_answer(missing, config.handshake_timeout)
+        verdict = _no_answer(missing, config.handshake_timeout, call)
     else:
-        cards = [json.loads(text) for text in _read(store, keys)]
-        verdict = _judge(cards, config, fault)
-    store.set("verdict", json.dumps(verdict))
-    if "error" in verdict:  # this process may hold the store: it leaves last
-        present = sorted(set(range(1, world)) - set(missing))
-        wait_for_keys(store, [f"left/{rank}" for rank in present], _PATIENCE)
+        answers = [json.loads(text) for text in _read(store, keys)]
+        failures = {
+            rank: answer[_FAILURE] for rank, answer in enumerate(answers) if _FAILURE in answer
+        }
+        if failures:
+            verdict = {"error": _stopped(failures)}
+        else:
+            verdict = _judge(answers, config, fault)
+    _publish(store, verdict, present=sorted(set(range(1, world)) - set(missing)))
     return verdict
 
 
-def _follow(store: PrefixStore, timeout: float, rank: int, world: int) -> Verdict:
+def _publish(store: PrefixStore, verdict: Verdict, *, present: Sequence[int]) -> None:
+    """Put the verdict into the store. present: ranks that read it."""
+    store.set("verdict", json.dumps(verdict))
+    if "error" in verdict and present:  # this process may hold the store: it leaves last
+        wait_for_keys(store, [f"left/{rank}" for rank in present], _PATIENCE)
+
+
+def _follow(store: PrefixStore, timeout: float, rank: int, world: int, call: str | None) -> Verdict:
     """Every other rank: return the verdict."""
     missing: list[int] = []
     if not wait_for_keys(store, ["verdict"], timeout):
@@ -315,7 +371,7 @@ def _follow(store: PrefixStore, timeout: float, rank: int, world: int) -> Verdic
         missing = [other for other in absent if not store.check([_gave_up(other)])]
     verdict: Verdict
     if missing:
-        verdict = {**_no_answer(missing, timeout), "unheard": 0 in missing}
+        verdict = {**_no_answer(missing, timeout, call), "unheard": 0 in missing}
     elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):  # all are here, rank 0 is about to judge
         (text,) = _read(store, ["verdict"])
         verdict = json.loads(text)
@@ -331,12 +387,26 @@ def _gave_up(rank: int) -> str:
     return f"gave_up/{rank}"
 
 
-def _no_answer(missing: list[int], timeout: float) -> Verdict:
+def _no_answer(missing: list[int], timeout: float, call: str | None) -> Verdict:
+    question = (
+        "Is ds_quant installed on their hosts, DS_QUANT_DISABLE unset and the same config used "
+        "there?"
+    )
+    if call is not None:
+        question = f"Do all ranks call {call}, and with a block?"
     return {
-        "error": f"no answer from rank(s) {missing} within {timeout:g} s. Is "
-        "ds_quant installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? "
+        "error": f"no answer from rank(s) {missing} within {timeout:g} s. {question} "
         "A slow start needs a larger quantized_comm.handshake_timeout"
     }
+
+
+def _stopped(failures: Mapping[int, str]) -> str:
+    """Describe ranks that have stopped before the handshake. failures: their messages."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, message in failures.items():
+        ranks_of.setdefault(message, []).append(rank)
+    sentences = [f"{named(ranks)} stopped: {message}" for message, ranks in ranks_of.items()]
+    return "; ".join(sentences[:_SHOWN])
 
 
 def _judge(cards: Sequence[Card], config: QuantizedCommConfig, fault: str) -> Verdict:

@@ -13,10 +13,6 @@ from ds_quant.runtime.step_events import StepEvents
 from ds_quant.runtime.warmup import message_kinds, warm_up
 
 
-class UnsupportedModel(ValueError):
-    """A setting of FSDP2 or DDP that the block cannot serve."""
-
-
 def start(run: Run, events: StepEvents, *, resync: Callable[[], None] | None) -> None:
     """Begin the votes and metrics, and compile the kernels. A collective of all ranks of the run.
 

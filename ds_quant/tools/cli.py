@@ -19,6 +19,7 @@ from ds_quant.config.environment import VARIABLE
 from ds_quant.tools.arguments import count, file, numel, positive, share
 from ds_quant.tools.files import MISTAKES, reason_of
 
+FRONTS = ("zero", "fsdp2", "ddp")
 _LOAD_CODECS = "import and try codecs that the config names"
 AddArgument = Callable[..., argparse.Action]
 
@@ -74,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _validate(add: AddArgument) -> None:
     add("paths", nargs="*", type=Path, metavar="PATH", help="ds_config.json, or a block alone")
+    add(
+        "--front",
+        choices=FRONTS,
+        help="check the block for DeepSpeed ZeRO, FSDP2 or DDP (zero; fsdp2 for a block alone)",
+    )
     add("--env", action="store_true", help=f"use the block of {VARIABLE} if a file has none")
     add("--world", type=count, help="number of ranks, to check node_size")
     add("--node-size", type=count, help="ranks per node, if the launcher sets them")
@@ -120,8 +126,7 @@ def _plot(add: AddArgument) -> None:
 
 
 def _estimate(add: AddArgument) -> None:
-    fronts = ("zero", "fsdp2", "ddp")
-    add("--front", choices=fronts, default="zero", help="DeepSpeed ZeRO, FSDP2 or DDP (zero)")
+    add("--front", choices=FRONTS, default="zero", help="DeepSpeed ZeRO, FSDP2 or DDP (zero)")
     add("--params", type=numel, help="parameters, such as 7b or 7e9")
     add(
         "--trained",

@@ -17,8 +17,10 @@ from ds_quant.config.schema import KEY, QuantizedCommConfig, json_schema, parse_
 _HEAD = f"""# Keys of the block
 
 All keys lie in `"{KEY}"`; most runs need the first table only. A key that is left out takes the
-value of its scheme ([below](#schemes)), or the default if the scheme does not set it. Steps are
-optimizer steps, sizes elements of a parameter. Made by `ds_quant schema --markdown`; do not edit.
+value of its scheme ([below](#schemes)), or the default if the scheme does not set it. A block
+without `scheme` means `qsdp`, from which blocks of your own start; the advice is `autotune`, which
+refuses the keys of `weights` and `gradients`. Steps are optimizer steps, sizes elements of a
+parameter. Made by `ds_quant schema --markdown`; do not edit.
 """
 # Keys by the people who set them; "" stands for the keys of no other group.
 _GROUPS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import socket
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ from ds_quant.zero.version import FAULTS
 
 
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
+WIDTH = 100  # columns
 
 
 class Check(NamedTuple):
@@ -63,17 +66,30 @@ def healthy(checks: Sequence[Check]) -> bool:
 
 
 def lines(checks: Sequence[Check]) -> list[str]:
-    """Return a line per check with its fix below it, and tracebacks at the end."""
+    """Return a paragraph per check with its fix below it, and tracebacks at the end."""
     width = max((len(check.name) for check in checks), default=0)
     shown = []
     tracebacks = []
     for check in checks:
-        shown.append(f"{check.status:7}  {check.name:{width}}  {check.found}")
+        start = f"{check.status:7}  {check.name:{width}}  "
+        shown += _paragraph(check.found, start)
         if check.fix:
-            shown.append(f"{'':7}  {'':{width}}  fix: {check.fix}")
+            shown += _paragraph(f"fix: {check.fix}", " " * len(start))
         if check.details and check.details.get("traceback"):
             tracebacks.append(f"\n{check.name}:\n{check.details['traceback']}\n")
     return shown + tracebacks
+
+
+def _paragraph(text: str, start: str) -> list[str]:
+    """Break a text into lines of ``WIDTH`` below each other. start: before the first one."""
+    return wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,  # a path is copied whole
+        break_on_hyphens=False,
+    ) or [start]
 
 
 # ---- the environment ----
@@ -323,11 +339,11 @@ def _encoded_and_decoded(
 
 
 def patience(load: float) -> float:
-    """Return the seconds to wait for the two processes.
+    """Return the seconds to wait for the two processes, whole minutes.
 
     load: processes that want to run, per core of the host.
     """
-    return 120.0 * min(10.0, max(1.0, load))
+    return 60.0 * math.ceil(2 * min(10.0, max(1.0, load)))
 
 
 def fronts() -> list[str]:
@@ -386,7 +402,11 @@ def verdict(name: str, ranks: list[dict[str, Any]]) -> Check:
         found = f"weights differ after a step, or nothing was sent ({first['received']} bytes)"
         fix = "set DS_QUANT_DISABLE=1 and report this with the output of doctor --json"
         return Check(name, found, details, fix)
-    found = f"{first['line']}; {first['received']} bytes over {first['backend']}"
+    scheme = first["line"].partition(",")[0]  # all of it is in the details
+    found = (
+        f"{scheme}: equal weights after a step, {first['received']} bytes received over "
+        f"{first['backend']}"
+    )
     if any(rank["imported"] for rank in ranks):
         fix = "put 'import ds_quant' into your script, or install the package"
         return Check(name, f"{found}; needed import ds_quant", details, fix, WARNING)
@@ -460,7 +480,11 @@ def main(arguments: argparse.Namespace) -> int:
         timeout = arguments.timeout or patience(load)
         tried = fronts()
         for front in tried:
-            print(f"{front}: a step on two processes, up to {timeout:.0f} s", file=sys.stderr)
+            print(
+                f"{front}: training a step on two processes; gives up after {timeout:.0f} s, "
+                "which --timeout sets",
+                file=sys.stderr,
+            )
             checks.append(exchange(front, timeout))
         if not tried:
             checks.append(no_front())

@@ -186,6 +186,25 @@ class Plan:
         """Return the scheme to take of ``rows``, if it is one of them."""
         return self.advised
 
+    def reason(self, taken: Row, faster: list[Row]) -> str:
+        """Return the reason why ``taken`` is advised, and not the fastest row.
+
+        faster: rows with a shorter step, not empty.
+        """
+        names = " and ".join(row.scheme for row in faster)
+        below = choosing.advised_below(self.place, faster[0].scheme)
+        if len(faster) == 1 and faster[0].most_bytes is not None and below is not None:
+            return (
+                f"{names} is faster in this table, which counts the same time to encode for every "
+                "scheme. Lossless weights take longer to encode, so it is advised below "
+                f"{below:g} Gb/s only"
+            )
+        verb = "is" if len(faster) == 1 else "are"
+        return (
+            f"{names} {verb} faster, and {taken.scheme} is what docs/choosing.md advises for this "
+            "stage and link, where loss counts, too"
+        )
+
     def with_link(self, gigabits: float) -> Plan:
         """Return the plan with another link between nodes, in Gb/s."""
         return replace(self, cluster=replace(self.cluster, link=gigabits * GIGABIT))
@@ -436,6 +455,8 @@ def _comm_volume(block: QuantizedCommConfig, plan: Plan) -> CommVolume:
 
 # ---- the answer ----
 
+_ALIKE = 1.01  # steps whose lengths differ less count as equal
+
 
 def answer(plan: Plan, rows: list[Row]) -> tuple[Row, list[str]]:
     """Return the row to take and the reasons in sentences.
@@ -477,6 +498,9 @@ def answer(plan: Plan, rows: list[Row]) -> tuple[Row, list[str]]:
         f"take {taken.scheme}: {span(*taken.speedups, '.1f')} x as fast as {plan.stock}, "
         f"+{_gb(taken.gpu_memory - stock.gpu_memory)} GB per GPU"
     ]
+    faster = [row for row in fitting if row.step_serial < taken.step_serial / _ALIKE]
+    if faster:
+        sentences.append(plan.reason(taken, faster))
     if taken is not best:
         sentences.append(f"{gain} but needs {_gb(best.gpu_memory)} GB per GPU")
     elif saved > 1e9:

@@ -99,6 +99,13 @@ class Fsdp2Plan(Plan):
         hsdp = steps.get(_HSDP, float("inf"))
         return _HSDP if hsdp < WORTH_IT * to_beat else self.advised
 
+    def reason(self, taken: Row, faster: list[Row]) -> str:
+        """Return the reason why HSDP is preferred to faster schemes."""
+        if taken.scheme != _HSDP:
+            return super().reason(taken, faster)
+        names = " and ".join(row.scheme for row in faster)
+        return f"{names}: less than 5 % faster than HSDP, which needs no plugin"
+
     def with_small_buckets(self) -> Plan:
         """Return the plan: messages are as large as the blocks that are wrapped."""
         return self

@@ -29,7 +29,7 @@ from ds_quant.tools.files import about, load
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan
 from ds_quant.tools.fsdp2_plan import Fsdp2Plan
 
-_KINDS = {"zero": Plan, "fsdp2": Fsdp2Plan, "ddp": DdpPlan}
+KINDS = {"zero": Plan, "fsdp2": Fsdp2Plan, "ddp": DdpPlan}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LATENCY = 2e-5  # seconds per collective, unless probed
 PCIE_4 = 200.0  # Gb/s into one GPU from its node, unless given or probed
@@ -92,7 +92,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
                 f"--gpus, which is {cluster.node_size}; make them equal or leave node_size out"
             )
     stock_reason = refusals.stock_gradients_reason(stage, lambda key: settings.zero.get(key, True))
-    plan = _KINDS[arguments.front](
+    plan = KINDS[arguments.front](
         model=planned_model,
         dtype=dtype,
         stage=stage,

@@ -1,4 +1,4 @@
-"""``ds_quant validate``: check the block of a DeepSpeed config or a block alone, and its savings.
+"""``ds_quant validate``: check a block for DeepSpeed, FSDP2 or DDP, and predict its savings.
 
 Refuses the settings that start-up refuses, with the same sentences: those of the plugin, and where
 DeepSpeed is installed those of DeepSpeed itself.
@@ -73,9 +73,15 @@ def _validate(path: Path | None, arguments: argparse.Namespace) -> int:
 def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     """Describe the block of a file. Raises ``ConfigError`` where start-up would."""
     param_dict = load(path)
-    if _is_block_alone(param_dict):
-        config = schema.parse({KEY: param_dict}, load_codecs=arguments.load_codecs)
-        return [*_report_of_block(str(path), config, arguments), *not_plain_json(path)]
+    is_block_alone = _is_block_alone(param_dict)
+    front = arguments.front or ("fsdp2" if is_block_alone else "zero")
+    if front != "zero":
+        config = environment.block_of(path, load_codecs=arguments.load_codecs)
+        return _report_of_block(str(path), config, front, arguments)
+    if is_block_alone:
+        raise ConfigError(
+            f"a block alone: allowed with --front zero: a DeepSpeed config with the key {KEY}"
+        )
     config = _read_block(param_dict, arguments)
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
@@ -133,7 +139,7 @@ def _as_json(config: QuantizedCommConfig) -> str:
 
 
 def _is_block_alone(param_dict: dict[str, Any]) -> bool:
-    """Return True if the file holds a block only, as FSDP2 takes it."""
+    """Return True if the file holds a block only, as ``attach`` takes it."""
     if KEY in param_dict or "zero_optimization" in param_dict:
         return False
     return any(key in QuantizedCommConfig.model_fields for key in param_dict)
@@ -143,29 +149,30 @@ def _report_of_variable(arguments: argparse.Namespace) -> list[str]:
     """Describe the block of the variable alone."""
     if not environment.is_set():
         raise ConfigError(f"{VARIABLE} is not set")
-    config = environment.parse({}, load_codecs=arguments.load_codecs)
-    return _report_of_block(VARIABLE, config, arguments)
+    front = arguments.front or "fsdp2"
+    if front == "zero":
+        raise ConfigError(f"{VARIABLE} alone: allowed with --front zero: a DeepSpeed config, too")
+    config = environment.block_of(None, load_codecs=arguments.load_codecs)
+    return _report_of_block(VARIABLE, config, front, arguments)
 
 
 def _report_of_block(
-    source: str, config: QuantizedCommConfig | None, arguments: argparse.Namespace
+    source: str, config: QuantizedCommConfig | None, front: str, arguments: argparse.Namespace
 ) -> list[str]:
-    """Describe a block without a DeepSpeed config, in bf16."""
+    """Describe a block for FSDP2, in bf16, or for DDP, in fp32."""
     if config is None:
         return [f"{source}: {KEY} is disabled"]
-    stage = 3  # FSDP2 shards what ZeRO-3 does
-    dtype = torch.bfloat16
+    stage, dtype = (3, torch.bfloat16) if front == "fsdp2" else (0, torch.float32)
+    world = arguments.world or config.node_size or 1
     refusals.together(
-        lambda: config.validate_stage(stage),
-        lambda: config.validate_world(arguments.world or config.node_size or 1),
+        lambda: refusals.refuse_block(config, stage=stage, world=world),
         lambda: _refuse_full_replica(config, stage, dtype.itemsize, arguments, fsdp2=True),
     )
     if arguments.json:
         return [_as_json(config)]
-    verdict = f"{source}: valid for FSDP2"
-    plan = _plan(config, None, stage, dtype, arguments)
+    plan = _plan(config, None, stage, dtype, arguments, kind=planning.KINDS[front])
     return [
-        *_description(verdict, config, plan, arguments),
+        *_description(f"{source}: valid for {plan.front}", config, plan, arguments),
         *_node_shard(config, stage, dtype.itemsize, arguments),
     ]
 
@@ -191,10 +198,11 @@ def _plan(
     arguments: argparse.Namespace,
     *,
     has_stock_gradients: bool = False,
+    kind: type[Plan] = Plan,
 ) -> Plan:
     """Return a run with the block, from which its bytes are predicted.
 
-    param_dict: None under FSDP2.
+    param_dict: None under FSDP2 and DDP. kind: the class of the front's plans.
     """
     node_size = config.node_size or arguments.node_size or _NODE_SIZE
     nodes = _NODES
@@ -207,7 +215,6 @@ def _plan(
         micro_steps = refusals.number(param_dict.get("gradient_accumulation_steps"))
         zero = refusals.whole_section(param_dict, "zero_optimization")
         buckets = planning.buckets_of(zero, planned_model.hidden, stage)
-    kind = Fsdp2Plan if param_dict is None else Plan
     return kind(
         model=planned_model,
         dtype=dtype,
@@ -270,7 +277,11 @@ def _saving(config: QuantizedCommConfig, plan: Plan, arguments: argparse.Namespa
 
 def _without_effect(config: QuantizedCommConfig, plan: Plan) -> Iterator[str]:
     """Yield a sentence per setting that does nothing in this place."""
-    if config.node_shard and plan.stage < 3:
+    if plan.stage == 0:
+        advice = choosing.advice_under_ddp(config)
+        if advice is not None:
+            yield advice
+    elif config.node_shard and plan.stage < 3:
         setting = f"{KEY}.node_shard"
         if config.preset.node_shard:
             setting = f'scheme "{config.scheme}"'

@@ -5,11 +5,6 @@ The config parser reads the block. The engine's first check refuses stage 0 if t
 optimizer. The three methods that build an optimizer attach to it or refuse. All other hooks are set
 per engine, see hooks.py.
 
-[Note: short messages] Errors whose type is a message to the user are printed without a
-traceback: a wrong setting, and ranks that cannot start together. All other errors go to the
-previous hook, Python's or torch.distributed's. A program with its own hook keeps it. A rank other
-than 0 prints one short line if rank 0 has printed the same message, else its own message.
-
 [Note: the shared-memory operator] On the CPU ``deepspeed.init_distributed`` compiles DeepSpeed's
 shared-memory operator, which takes a minute or more, and opens 69 MB of shared memory per rank that
 nothing removes. Only ``inference_all_reduce`` uses it: inference and tensor parallelism. So it is
@@ -19,25 +14,17 @@ built and opened at the first such call, which all ranks make. Results are the s
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import os
-import sys
 from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
 from typing import Any
-
-import torch
-from torch.distributed import PrefixStore
 
 from ds_quant import leftovers
 from ds_quant.config import environment
 from ds_quant.config.environment import VARIABLE
-from ds_quant.config.schema import ConfigError
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
-from ds_quant.runtime.handshake import StartError, plugin_store, wait_for_keys
+from ds_quant.runtime.short_messages import shorten_messages
 from ds_quant.zero import hooks
 from ds_quant.zero.deepspeed_types import Config, Engine, TorchBackend
 from ds_quant.zero.hooks import wrap_once
@@ -164,58 +151,3 @@ def _open_operator(backend: TorchBackend) -> None:
     backend.shm_comm_op = operator
     if hasattr(operator, "vector_kernel_level"):  # from 0.19.6 on
         backend.shm_vector_kernel_level = operator.vector_kernel_level()
-
-
-# ---- uncaught errors of the user ----
-
-
-_PATIENCE = 3.0  # seconds that ranks which fail together wait for each other
-
-
-def shorten_messages() -> None:
-    """Print errors of the user without a traceback: see [Note: short messages]. Idempotent."""
-    previous = sys.excepthook
-    is_torchs = getattr(previous, "__module__", "").startswith("torch.distributed")
-    if previous is sys.__excepthook__ or is_torchs:
-        sys.excepthook = functools.partial(_print_short, previous)
-
-
-def _print_short(
-    previous: Callable[..., object],
-    kind: type[BaseException],
-    error: BaseException,
-    traceback: TracebackType | None,
-) -> None:
-    """Print an error of the user; call ``previous`` for any other error."""
-    if kind not in (ConfigError, StartError):
-        previous(kind, error, traceback)
-    elif not torch.distributed.is_initialized():
-        _print_error(kind, error, rank=int(os.environ.get("RANK") or 0))  # the launcher's
-    elif torch.distributed.get_rank() == 0:
-        _print_error(kind, error, rank=0)
-        store = _store_of_error(error)
-        store.set("printed", "")
-        # This process may hold the store: wait for its readers.
-        readers = range(1, torch.distributed.get_world_size())
-        wait_for_keys(store, [f"read/{rank}" for rank in readers], _PATIENCE)
-    else:
-        rank = torch.distributed.get_rank()
-        store = _store_of_error(error)
-        printed = wait_for_keys(store, ["printed"], _PATIENCE)
-        with suppress(RuntimeError):  # the store is gone with rank 0
-            store.set(f"read/{rank}", "")
-        if printed:
-            print(f"rank {rank} ends: see the message of rank 0", file=sys.stderr, flush=True)
-        else:
-            _print_error(kind, error, rank=rank)
-
-
-def _store_of_error(error: BaseException) -> PrefixStore:
-    """Return a store that ranks with equal messages share."""
-    digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
-    return plugin_store(f"errors/{digest}")
-
-
-def _print_error(kind: type[BaseException], error: BaseException, *, rank: int) -> None:
-    subject = f"{kind.__name__} on rank {rank}" if rank else kind.__name__
-    print(f"{subject}: {error}", file=sys.stderr, flush=True)

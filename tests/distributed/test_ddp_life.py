@@ -222,12 +222,31 @@ def test_the_python_reducer_is_refused_by_name() -> None:
 def test_a_rank_that_does_not_attach_is_named_and_the_others_may_go_on() -> None:
     model = DistributedDataParallel(Net())
     if dist.get_rank() == 0:
-        with pytest.raises(StartError, match=r"no answer from rank\(s\) \[1\] within 2 s"):
+        unanswered = (
+            r"no answer from rank\(s\) \[1\] within 2 s. Do all ranks call ds_quant.ddp.attach"
+        )
+        with pytest.raises(StartError, match=unanswered):
             ddp.attach(model, {**EDEN4, "handshake_timeout": 2})
     plain = played(three_steps, None)
     run = Run(model, sgd(model.parameters()), None)
     three_steps(run)  # with torch's own hook on rank 0, with none on rank 1
     assert_equal(run, plain)
+
+
+@pytest.mark.parametrize("mistaken", [0, 1])
+@on_ranks(2)
+def test_an_error_of_one_rank_ends_all_at_once(mistaken: int) -> None:
+    model = DistributedDataParallel(Net())
+    block = {**EDEN4, "handshake_timeout": 600}
+    if dist.get_rank() == mistaken:
+        with pytest.raises(TypeError, match="allowed: a DistributedDataParallel"):
+            ddp.attach(Net(), block)
+    else:
+        with pytest.raises(StartError, match=f"rank {mistaken} stopped: TypeError: .*Net: allowed"):
+            ddp.attach(model, block)
+    front = ddp.attach(model, block)
+    three_steps(Run(model, sgd(model.parameters()), front))
+    assert front.step == 3
 
 
 @on_ranks(2)
@@ -281,8 +300,8 @@ def test_gradients_cross_once_with_no_sync_and_are_warned_of_without() -> None:
     assert once.front.step == 3  # of nine backwards
     run = attached({"scheme": "eden4", "checksum_steps": 0})
     optimizer = sgd(run.model.parameters())
-    front = ddp.attach(run.model, {"min_numel": 64, "scheme": "eden4", "checksum_steps": 0})
-    front.follow(optimizer)
+    block = {"min_numel": 64, "scheme": "eden4", "checksum_steps": 0}
+    assert ddp.attach(run.model, block, optimizer=optimizer) is run.front
     for step in range(4):
         for _ in range(1 if step == 0 else 3):
             run.backward(step)
@@ -292,6 +311,27 @@ def test_gradients_cross_once_with_no_sync_and_are_warned_of_without() -> None:
     warnings = [line for line in lines if "no_sync() of the DDP model" in line]
     assert len(warnings) == (1 if dist.get_rank() == 0 else 0)
     assert all("3 backwards per optimizer step send gradients" in line for line in warnings)
+
+
+@on_ranks(2)
+def test_a_step_that_raises_is_no_accumulation() -> None:
+    run = attached()
+    run.front.run.log = pytest.fail
+    optimizer = sgd(run.model.parameters())
+    ddp.attach(run.model, EDEN4, optimizer=optimizer)
+
+    def fails() -> float:
+        raise RuntimeError("the user's closure")
+
+    for step in range(4):
+        run.backward(2 * step)
+        with pytest.raises(RuntimeError, match="the user's closure"):
+            optimizer.step(fails)
+        optimizer.zero_grad()
+        run.backward(2 * step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert run.front.step == 8
 
 
 @on_ranks(2)

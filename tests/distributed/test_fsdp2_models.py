@@ -96,5 +96,8 @@ def test_a_rank_that_does_not_attach_is_named() -> None:
     if torch.distributed.get_rank() == 1:
         return
     block = {"scheme": "qsdp", "handshake_timeout": 2}
-    with pytest.raises(StartError, match=r"no answer from rank\(s\) \[1\] within 2 s"):
+    unanswered = (
+        r"no answer from rank\(s\) \[1\] within 2 s. Do all ranks call ds_quant.fsdp2.attach"
+    )
+    with pytest.raises(StartError, match=unanswered):
         fsdp2.attach(model, block, optimizer=[])

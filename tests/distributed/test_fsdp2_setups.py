@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
+from ds_quant.config.errors import UnsupportedModel
 from ds_quant.fsdp2.attaching import front_of
-from ds_quant.fsdp2.meshes import UnsupportedModel
 from ds_quant.fsdp2.torch_names import ReduceScatter
+from ds_quant.runtime.handshake import StartError
 from ds_quant.runtime.memory_check import Free, require_memory
 from tests import needs
 from tests.distributed.fsdp2_runs import (
@@ -484,9 +486,17 @@ def test_a_detached_model_trains_on_as_fsdp2_alone_and_is_attached_again() -> No
 def test_a_model_is_attached_once_and_a_failed_start_leaves_nothing() -> None:
     model = sharded()
     optimizer = sgd(model)
-    fsdp2.attach(model, "qsdp", optimizer=optimizer)
-    with pytest.raises(RuntimeError, match="attached already: call detach"):
-        fsdp2.attach(model, "qsdp", optimizer=optimizer)
+    front = fsdp2.attach(model, "qsdp", optimizer=optimizer)
+    assert fsdp2.attach(model, {"scheme": "qsdp"}, optimizer=sgd(model)) is front
+    with pytest.raises(RuntimeError, match="attached already, with another block: call detach"):
+        fsdp2.attach(model, "qwd", optimizer=optimizer)
+    part = next(module for module in model.children() if isinstance(module, FSDPModule))
+    with pytest.raises(RuntimeError, match="attached already, as a part of a larger one"):
+        fsdp2.attach(part, "qsdp", optimizer=optimizer)
+    evaluated = sharded()
+    fsdp2.attach(evaluated, "qsdp", optimizer=[])
+    with pytest.raises(RuntimeError, match="attached already, without an optimizer"):
+        fsdp2.attach(evaluated, "qsdp", optimizer=sgd(evaluated))
     other = sharded()
     made = sgd(other)
     with pytest.MonkeyPatch.context() as patch:
@@ -500,14 +510,26 @@ def test_a_model_is_attached_once_and_a_failed_start_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("mistaken", [0, 1])
 @on_ranks(2)
-def test_ranks_attach_together_after_an_attempt_that_one_gave_up(mistaken: int) -> None:
+def test_an_error_of_one_rank_ends_all_at_once_and_they_attach_together_later(
+    mistaken: int,
+) -> None:
     model = sharded()
     optimizer = sgd(model)
-    block = {"scheme": "qsdp", "handshake_timeout": 1}
-    wrong = {**block, "scheme": "qsdb"} if dist.get_rank() == mistaken else block
-    with pytest.raises((ds_quant.ConfigError, RuntimeError)):
-        fsdp2.attach(model, wrong, optimizer=optimizer)
-    dist.barrier()
+    block = {"scheme": "qsdp", "handshake_timeout": 600}
+    for given, found in (
+        ({**block, "scheme": "qsdb"}, (ds_quant.ConfigError, 'scheme="qsdb": did you mean')),
+        ({**block, "node_size": 3}, (ds_quant.ConfigError, "node_size=3: allowed with 2 ranks")),
+    ):
+        kind, message = found
+        if dist.get_rank() != mistaken:
+            kind, message = StartError, f"rank {mistaken} stopped: ConfigError: .*{message}"
+            given = block
+        begun = time.monotonic()
+        with pytest.raises(kind, match=message):
+            fsdp2.attach(model, given, optimizer=optimizer)
+        assert time.monotonic() - begun < 9  # less than a rank's patience, too
+    with pytest.raises(ds_quant.ConfigError):
+        fsdp2.attach(model, {"scheme": "qsdb"}, optimizer=optimizer)  # on all ranks
     front = fsdp2.attach(model, block, optimizer=optimizer)
     three_steps(Run(model, optimizer, front))
 

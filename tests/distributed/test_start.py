@@ -10,14 +10,18 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_quant
+from ds_quant import ddp, fsdp2
 from ds_quant.config.environment import VARIABLE
 from ds_quant.policy.in_words import amount
 from tests.distributed.harness import on_ranks, run, scratch
@@ -90,9 +94,14 @@ def test_the_lock_of_an_interrupted_build_is_named_once_before_deepspeed_waits_f
 
 def told(configs: list[dict[str, Any]]) -> str:
     """What this rank prints when its mistake is caught by nobody."""
+    return printed_by(lambda: build(configs[torch.distributed.get_rank()]))
+
+
+def printed_by(function: Callable[[], object]) -> str:
+    """What this rank prints when an error of ``function`` is caught by nobody."""
     printed = io.StringIO()
     try:
-        build(configs[torch.distributed.get_rank()])
+        function()
     except Exception as error:
         with contextlib.redirect_stderr(printed):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -106,6 +115,34 @@ SHORT = "rank 1 ends: see the message of rank 0\n"
 def test_a_mistake_in_the_config_is_told_once_without_a_traceback() -> None:
     first, second = run(told, 2, [TYPO, TYPO])
     assert first.startswith("ConfigError: quantized_comm.gradients.bit=4: unknown key")
+    assert first.count("\n") == 1 and second == SHORT
+
+
+def told_of_attach(front: str, blocks: list[Any]) -> str:
+    """What this rank prints of its block under FSDP2 or DDP; None: of a model that they refuse."""
+    sys.excepthook = sys.__excepthook__  # as without DeepSpeed
+    block = blocks[torch.distributed.get_rank()]
+    net = nn.Embedding(8, 4, sparse=block is None)
+    if front == "ddp":
+        return printed_by(lambda: ddp.attach(DistributedDataParallel(net), block or QSDP))
+    if block is not None:
+        fully_shard(net)
+    return printed_by(lambda: fsdp2.attach(net, block or QSDP, optimizer=[]))
+
+
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+def test_a_mistake_is_told_once_under_every_front(front: str) -> None:
+    typo = {"gradients": {"bit": 4}, "schem": "qsdp"}
+    first, second = run(told_of_attach, 2, front, [typo, typo])
+    assert first.startswith("ConfigError: 2 mistakes:\n  quantized_comm.")
+    assert "\n  quantized_comm.gradients.bit=4: unknown key" in first
+    assert first.count("\n") == 3 and second == SHORT
+    first, second = run(told_of_attach, 2, front, [QSDP, {**QSDP, "node_size": 3}])
+    sentence = "quantized_comm.node_size=3: allowed with 2 ranks: 1, 2\n"
+    assert first == f"StartError: quantized_comm: rank 1 stopped: ConfigError: {sentence}"
+    assert second == f"ConfigError on rank 1: {sentence}"
+    first, second = run(told_of_attach, 2, front, [None, None])
+    assert first.startswith("UnsupportedModel: quantized_comm: ")
     assert first.count("\n") == 1 and second == SHORT
 
 

@@ -1,17 +1,23 @@
-"""``ds_quant validate`` refuses what start-up refuses, with the same sentence, and start-up refuses
-it before any collective that a refusal could leave half done.
+"""``ds_quant validate`` refuses what start-up refuses under every front, with the same sentence;
+start-up does so before any collective that a refusal could leave half done.
 """
 
 from __future__ import annotations
 
 import json
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from ds_quant import ConfigError, ddp, fsdp2
 from ds_quant.policy import refusals
 from ds_quant.tools.cli import main
 from tests.distributed.behaviours import refused_configs
@@ -78,11 +84,13 @@ def started(config: dict[str, Any]) -> tuple[str, int]:
     return message, collectives_issued() - before
 
 
-def validated(config: dict[str, Any]) -> str:
+def validated(config: dict[str, Any], *options: str) -> str:
     path = scratch() / f"{torch.distributed.get_rank()}.json"
     path.write_text(json.dumps(config))
     with redirect_stderr(StringIO()) as said:
-        code = main(["validate", str(path), "--world", str(WORLD), "--params", str(NUMEL)])
+        code = main(
+            ["validate", str(path), "--world", str(WORLD), "--params", str(NUMEL), *options]
+        )
     assert bool(said.getvalue()) == code
     return said.getvalue().removeprefix(f"{path}: ").rstrip("\n")
 
@@ -102,3 +110,53 @@ def test_validate_refuses_what_start_up_refuses() -> None:
 def test_validate_accepts_what_start_up_accepts() -> None:
     for name, config in ACCEPTED.items():
         assert started(config)[0] == validated(config) == "", name
+
+
+# ---- FSDP2 and DDP ----
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "an unknown key and an unknown value": {"weights": {"bit": 4}, "scheme": "eden"},
+    "a DeepSpeed config with a misspelt block": {"quantised_comm": QSDP},
+    "a DeepSpeed config whose block is in a section": {"zero": {"quantized_comm": QSDP}},
+    "node_size 4 of 2": {"quantized_comm": {"node_size": 4}},
+    "two settings": {"scheme": "sdp4bit", "node_shard": False, "node_size": 4},
+    "difference without a node shard": {"scheme": "sdp4bit", "node_shard": False},
+    "full replica": SDP,
+    "autotune with weights": {"scheme": "autotune", "weights": {"bits": 4}},
+    "lossless": {"scheme": "lossless_w_g3", "allow_full_replica": True},
+    "hybrid": {"scheme": "hybrid", "node_size": 2},
+}
+TAKEN = {
+    "fsdp2": {"lossless", "hybrid"},
+    "ddp": {"lossless", "hybrid", "difference without a node shard", "full replica"},
+}
+
+
+def attached(block: dict[str, Any], front: str) -> tuple[str, int]:
+    """What ``attach`` says to a block, nothing where it accepts it; and collectives by then."""
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    attach = partial(fsdp2.attach, model, block, optimizer=[])
+    if front == "fsdp2":
+        fully_shard(model)
+    else:
+        attach = partial(ddp.attach, DistributedDataParallel(model), block)
+    before = collectives_issued()
+    try:
+        attach()
+    except ConfigError as error:
+        return str(error), collectives_issued() - before
+    return "", 0
+
+
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+@on_ranks(WORLD)
+def test_validate_refuses_what_attach_refuses(front: str) -> None:
+    taken = set()
+    for name, block in BLOCKS.items():
+        message, collectives = attached(block, front)
+        assert collectives == 0, name
+        said = validated(block, "--front", front, "--params", str(64 * 64))
+        assert said == message, name
+        if not message:
+            taken.add(name)
+    assert taken == TAKEN[front]

@@ -100,7 +100,7 @@ def _attach_before_forward(fronts: list[Any]) -> None:
     fronts: gets the front of each model, or the words of the refusal.
     """
     from ds_quant import ddp
-    from ds_quant.ddp.attaching import UnsupportedModel
+    from ds_quant.config.errors import UnsupportedModel
 
     model_class: Any = DistributedDataParallel
     forward = model_class.forward

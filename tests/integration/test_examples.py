@@ -66,7 +66,7 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
 def test_fsdp2_trains_without_deepspeed(folder: Path) -> None:
     printed, _ = harness.run(_script, 2, str(folder), "fsdp2.py", environment=harness.OWN_GROUP)
     check_fsdp2(printed)
-    check_bytes(printed)
+    check_bytes(printed, ("weights", "gradients"), least=1.8, most=2.05)
 
 
 def test_readme_starts_fsdp2_with_the_command_of_the_page() -> None:
@@ -95,18 +95,20 @@ def check_fsdp2(printed: str) -> None:
     assert len(found) == 4 and found[-1] < found[0] - 1, printed
 
 
-def check_bytes(printed: str) -> None:
-    """Check that an example ends with about half of the bytes of bf16."""
-    for role in ("weights", "gradients"):
-        ((sent, instead),) = re.findall(
-            f"^{role}: received (.*) MB instead of (.*)$", printed, re.M
+def check_bytes(printed: str, roles: tuple[str, ...], least: float, most: float) -> None:
+    """Check that an example ends with the bytes of each role, that many times fewer."""
+    for role in roles:
+        ((sent, instead, ratio),) = re.findall(
+            f"^{role}: received (.*) MB instead of (.*), (.*) times fewer bytes$", printed, re.M
         )
-        assert 1.8 < float(instead) / float(sent) < 2, printed
+        assert least < float(ratio) < most, printed
+        assert float(instead) / float(sent) == pytest.approx(float(ratio), rel=0.05)
 
 
 def test_ddp_trains_without_deepspeed(folder: Path) -> None:
     printed, _ = harness.run(_script, 2, str(folder), "ddp.py", environment=harness.OWN_GROUP)
     check_ddp(printed)
+    check_bytes(printed, ("gradients",), least=5, most=8)
 
 
 @pytest.mark.parametrize(

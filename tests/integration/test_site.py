@@ -31,6 +31,15 @@ def test_every_page_is_on_the_site(site: Path) -> None:
     assert "what_is_sent.svg" in (site / "index.html").read_text("utf-8")
 
 
+def test_the_picture_has_the_bytes_of_the_start_up_line() -> None:
+    line = re.compile(r"\(([\d.]+) instead of ([\d.]+) per parameter and step\)")
+    picture = (ROOT / "docs" / "what_is_sent.svg").read_text("utf-8")
+    for page in ("README.md", "docs/index.md"):
+        ((sent, instead),) = line.findall((ROOT / page).read_text("utf-8"))
+        assert f"Between nodes: {sent} bytes" in picture
+        assert f"instead of {instead} " in picture
+
+
 def test_pictures_and_files_that_pages_lead_to_are_on_the_site(site: Path) -> None:
     for page in set(site.glob("*.html")) - {site / "404.html"}:
         for target in re.findall(r'(?:src|href)="?([^" >#]+)', page.read_text("utf-8")):

@@ -85,7 +85,7 @@ VERDICTS: list[tuple[Callable[[], Check], str, str, str, dict[str, Any]]] = [
     (doctor.backend, "gloo (part of torch)", OK, "", {}),
     (doctor.backend, ", GLOO_SOCKET_IFNAME=lo", OK, "", {"GLOO_SOCKET_IFNAME": "lo"}),
     (doctor.device, "1 x A100, sm_80", OK, "", ONE_GPU),
-    (ranks, "9 bytes over gloo", OK, "", {}),
+    (ranks, "9 bytes received over gloo", OK, "", {}),
     (partial(ranks, active=False), "the block had no effect", PROBLEM, "", {}),
     (partial(ranks, digest="b"), "weights differ", PROBLEM, "", {}),
     (partial(ranks, imported=True), "needed import ds_quant", WARNING, "", {}),
@@ -109,6 +109,7 @@ def test_verdict_says_what_was_found_and_its_fix(
         set_(name, value)
     found = check()
     assert found.status == status and words in found.found and fix in found.fix
+    assert max(map(len, doctor.lines([found]))) <= 100
     assert bool(found.fix) == (status != OK) and doctor.healthy([found]) == (status != PROBLEM)
 
 

@@ -154,8 +154,7 @@ def attach(model: nn.Module, block: dict[str, Any]) -> None:
     A model that is refused trains without the block: other models of the test may be attached.
     """
     from ds_quant import fsdp2
-    from ds_quant.config.errors import ConfigError
-    from ds_quant.fsdp2.meshes import UnsupportedModel
+    from ds_quant.config.errors import ConfigError, UnsupportedModel
     from ds_quant.runtime.inactive import InactiveFront
 
     parameters = {id(parameter) for parameter in model.parameters()}

@@ -4,11 +4,9 @@
 ``bucket_cap_mb``. So a bucket is cut into *runs*: consecutive parameters of at most ``RUN_NUMEL``
 elements, or one larger parameter. Memory then depends on the runs alone.
 
-[Note: pieces] Every rank sums an equal piece of a parameter; parameters too small for that have
-fewer pieces, which take turns: of at least ``PIECE_NUMEL`` elements, or ``EXACT_PIECE_NUMEL`` of
-those that the scheme leaves in full precision. The ranks that sum a parameter,
-and the borders of its pieces, do not depend on the bucket, so neither does a bit of the result: DDP
-builds its buckets anew after the first backward of a process, also of one that resumes a run.
+[Note: equal pieces] The ranks that sum a parameter, and the borders of its pieces, do not depend on
+the bucket, so neither does a bit of the result: DDP builds its buckets anew after the first
+backward of a process, also of one that resumes a run.
 
 [Note: order of the exchanges] A run is reduced to the ranks that sum its parts, and the sums go
 back to all ranks (comm/returned_sums.py). While one run takes its next exchange, those before it
@@ -24,8 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,13 +34,15 @@ from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.comm.small_tensors import small_tensors_last
 from ds_quant.runtime.param import GradientCodecs, Param, bind
 from ds_quant.runtime.plan_cache import PlanCache
-from ds_quant.runtime.reductions import ReturnedGradients, plan_return, reduced_codecs
+from ds_quant.runtime.reductions import (
+    ReturnedGradients,
+    placements,
+    plan_return,
+    reduced_codecs,
+)
 from ds_quant.runtime.run import Run
 
 RUN_NUMEL = 1 << 23  # elements: a bucket of fp32 gradients has 6.6 million by default
-
-PIECE_NUMEL = 1 << 10
-EXACT_PIECE_NUMEL = 1 << 7  # four times the bytes of a piece in 4 bits
 
 _END = object()
 
@@ -184,40 +183,3 @@ def runs_of(params: Sequence[Param]) -> Iterator[list[Param]]:
         members.append(param)
         numel += param.shape.numel()
     yield members
-
-
-class Placement(NamedTuple):
-    """The ranks that sum a parameter: see [Note: pieces].
-
-    num_pieces: into which it is cut. first: rank that sums the first one. ranks: of all.
-    """
-
-    num_pieces: int
-    first: int
-    ranks: int
-
-    def pieces(self, numel: int, unit: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, stop, rank that sums it) of every piece that is not empty.
-
-        unit: elements between which the parameter may be cut.
-        """
-        borders = [
-            numel * piece // self.num_pieces // unit * unit for piece in range(self.num_pieces)
-        ]
-        for piece, (start, stop) in enumerate(pairwise([*borders, numel])):
-            if start < stop:
-                yield start, stop, (self.first + piece) % self.ranks
-
-
-def placements(params: Sequence[Param], ranks: int) -> dict[Param, Placement]:
-    """Return the placement of every parameter."""
-    placed: dict[Param, Placement] = {}
-    pieces = 0  # of the parameters so far
-    for param in params:
-        least = EXACT_PIECE_NUMEL
-        if param.is_quantized(param.tensor.dtype):
-            least = PIECE_NUMEL
-        num_pieces = max(1, min(ranks, param.shape.numel() // least))
-        placed[param] = Placement(num_pieces, pieces % ranks, ranks)
-        pieces += num_pieces
-    return placed

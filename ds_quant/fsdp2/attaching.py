@@ -203,7 +203,7 @@ def _refuse(config: QuantizedCommConfig, meshes: Meshes) -> None:
             f'{KEY}.scheme="{AUTOTUNE}": allowed with {layout}: a preset, such as "eden4"'
         )
     for mesh in meshes.each:
-        if mesh.replicas > 1:
+        if mesh.has_node_replicas:
             problems += _problems_of_replicas(config, meshes, mesh)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
@@ -211,12 +211,7 @@ def _refuse(config: QuantizedCommConfig, meshes: Meshes) -> None:
 
 
 def _problems_of_replicas(config: QuantizedCommConfig, meshes: Meshes, mesh: Mesh) -> Iterator[str]:
-    """Yield the problems of a mesh with replicas."""
-    if mesh.shards == 1:
-        yield (
-            "replicas of one rank, which share nothing: allowed: replicas of several ranks, or a "
-            "mesh of one dimension"
-        )
+    """Yield the problems of a mesh with replicas in its nodes."""
     if list(mesh.ranks) != sorted(mesh.ranks):
         first, second = mesh.ranks[: mesh.shards], mesh.ranks[mesh.shards : 2 * mesh.shards]
         yield (
@@ -248,7 +243,7 @@ def _shake_hands(model: nn.Module, config: QuantizedCommConfig, meshes: Meshes) 
     node_size = handshake(
         config, facts=facts, device=meshes.device, ranks=ranks, call="ds_quant.fsdp2.attach"
     )
-    if config.node_size is None and meshes.replicas > 1:
+    if config.node_size is None and any(mesh.has_node_replicas for mesh in meshes.each):
         of_replica = len(ranks) // meshes.replicas
         if node_size < of_replica:
             log.log_rank0(
@@ -307,14 +302,14 @@ def _refuse_full_replica(
         ConfigError
     """
     model_bytes = dict.fromkeys([mesh.key for mesh in ranks.meshes.each], 0)
-    for name, _, group in groups_of(model):
-        key = mesh_of_group(name, group).key
+    for _, _, group in groups_of(model):
+        key = mesh_of_group(group).key
         for member in group.fsdp_params:
             itemsize = gathered_dtype(group, member).itemsize
             if key in model_bytes:
                 model_bytes[key] += member._orig_size.numel() * itemsize
     for mesh, topology in zip(ranks.meshes.each, ranks.topologies, strict=True):
-        if mesh.replicas == 1:
+        if mesh.replicas == 1:  # else every replica has all weights
             refusals.refuse_full_replica(
                 config,
                 world=topology.world,

@@ -58,10 +58,10 @@ class Forwards:
         if self._steps_vote is not None:
             self._steps_vote.compare(self._run.step)
 
-    def begin_with(self, sharded: ShardedModule) -> None:
-        """Note that a forward has begun with the gather of a module."""
+    def begin_with(self, sharded: ShardedModule | None) -> None:
+        """Note that a forward has begun with the gather of a module, or without any."""
         self._is_about_to_begin = False
-        self._gathered = {sharded}
+        self._gathered = set() if sharded is None else {sharded}
         if torch.is_grad_enabled():
             self._with_gradients += 1
             if self._with_gradients == _MANY_FORWARDS:

@@ -24,6 +24,12 @@ gradients that no method drops.
 over the nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all
 ranks.
 
+[Note: copies] On a mesh of ``replicate()``, or of replicas of one rank, every rank holds all
+parameters, and FSDP2 calls no custom collective. The all-reduce hook is left: it sends the
+gradients of a module to the ranks that sum them and back, as under DDP. FSDP2 calls it in every
+backward. Where the user declares that another backward follows, FSDP2 is asked to keep the whole
+gradients, as ``set_requires_gradient_sync(False)`` does.
+
 [Note: all-reduce stream] With replicas the custom reduce-scatter posts the messages between the
 nodes and does not wait for them. FSDP2's all-reduce hook waits, on FSDP2's all-reduce stream. That
 stream waits for the reduce-scatter before, and no later reduce-scatter waits for that stream. So
@@ -56,7 +62,12 @@ from ds_quant.fsdp2.torch_names import FsdpParam, ReduceScatter
 from ds_quant.kernels.wire import shard_range
 from ds_quant.runtime.param import GradientCodecs, bind
 from ds_quant.runtime.plan_cache import PlanCache
-from ds_quant.runtime.reductions import ReturnedGradients, plan_return, reduced_codecs
+from ds_quant.runtime.reductions import (
+    ReturnedGradients,
+    placements,
+    plan_return,
+    reduced_codecs,
+)
 
 
 class QuantizedReduceScatter(ReduceScatter):
@@ -77,6 +88,7 @@ class QuantizedReduceScatter(ReduceScatter):
         # The last backward of a step frees them, or ``discard``, if the accumulation is given up.
         self._partial_sums: dict[ReductionPlan, PartialSums] = {}
         self._has_users_hook = False  # of set_all_reduce_hook, in this backward
+        self._keeps_gradients = False  # for the last backward: see [Note: copies]
         # With replicas: messages and sums, which the all-reduce hook of the same backward frees.
         self._begun: BegunReduction | None = None
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
@@ -94,6 +106,8 @@ class QuantizedReduceScatter(ReduceScatter):
             return
         has_replicas = self._sharded.reduce_between_nodes()
         reduce = group.post_backward
+        if self._sharded.is_copied:
+            reduce = partial(self._reduce_or_keep, reduce)
 
         def post_backward(*unused: Any) -> None:
             self._before_reduction()
@@ -111,6 +125,20 @@ class QuantizedReduceScatter(ReduceScatter):
                 partial_sums.note_versions()
 
         group.post_backward = post_backward
+
+    def _reduce_or_keep(self, reduce: Callable[..., None], *unused: Any) -> None:
+        """Let FSDP2 reduce the gradients of copies, or keep them: see [Note: copies]."""
+        group = self._sharded.group
+        if not group.reduce_grads or self._sharded.is_last_backward:
+            self._keeps_gradients = False
+            reduce(*unused)
+            return
+        self._keeps_gradients = any(map(self._reduces, self._sharded.members))
+        group.reduce_grads = False
+        try:
+            reduce(*unused)
+        finally:
+            group.reduce_grads = True
 
     def disconnect(self) -> None:
         """Give FSDP2 its reduce-scatter back."""
@@ -167,9 +195,15 @@ class QuantizedReduceScatter(ReduceScatter):
     def all_reduce(self, users_hook: Callable[[Tensor], None] | None, row: Tensor) -> None:
         """Write the sums of all nodes over this rank's row: see [Note: all-reduce stream].
 
+        Copies have nothing reduced yet: their row, the gradients, is reduced here.
+
         users_hook: called where FSDP2 calls it, in backwards that reduce over the replicas.
         """
         keep_for_current_stream(row)
+        if self._sharded.is_copied:
+            self._run.refuse_capture()
+            self._context.after_reduction()
+            self._begun = self._begin(self._plan(row, self._scale_of_copies), row, None, row)
         begun = self._begun
         if begun is None:  # a backward that stays inside the node
             return
@@ -194,7 +228,7 @@ class QuantizedReduceScatter(ReduceScatter):
     def holds_partial_sums(self) -> bool:
         """True if gradients of an earlier backward wait for the last one."""
         self._drop_abandoned()
-        return bool(self._partial_sums)
+        return self._keeps_gradients or bool(self._partial_sums)
 
     def after_step(self) -> None:
         """Begin the next optimizer step."""
@@ -212,6 +246,8 @@ class QuantizedReduceScatter(ReduceScatter):
         See [Note: an accumulation that is given up].
         """
         own = {id(member.sharded_param) for member in self._sharded.members}
+        if self._keeps_gradients:
+            self._drop_kept_gradients(parameters)
         if parameters is None or not own.isdisjoint(parameters):
             self.has_written_gradients = False
         if parameters is None or own.issubset(parameters):
@@ -228,6 +264,15 @@ class QuantizedReduceScatter(ReduceScatter):
             elif dropped:
                 partial_sums.drop(dropped)
                 partial_sums.note_versions()
+
+    def _drop_kept_gradients(self, parameters: Collection[int] | None) -> None:
+        """Drop the gradients of copies that FSDP2 keeps: see [Note: copies]."""
+        kept = [member for member in self._sharded.members if self._reduces(member)]
+        for member in kept:
+            if parameters is None or id(member.sharded_param) in parameters:
+                member.unsharded_accumulated_grad = None
+                member._unsharded_param.grad = None
+        self._keeps_gradients = any(self._reduces(member) for member in kept)
 
     # ---- which gradients ----
 
@@ -328,7 +373,7 @@ class QuantizedReduceScatter(ReduceScatter):
             rotations,
             into=sums,
             partial_sums=values,
-            ends_elsewhere=has_replicas,
+            ends_elsewhere=has_replicas and not self._sharded.is_copied,
         )
         return BegunReduction(plan=plan, reduction=reduction, sums=sums, address=address)
 
@@ -389,6 +434,11 @@ class QuantizedReduceScatter(ReduceScatter):
         # A mean, or a sum premultiplied by the inverse of the user's factor.
         return 1 / (factor or self._level.hierarchy.size)
 
+    @property
+    def _scale_of_copies(self) -> float:
+        """Return the factor of the sum over all ranks; FSDP2 divides by the user's factor."""
+        return 1.0 if self._sharded.group.gradient_divide_factor else 1 / self._level.replicas
+
     def _bind(
         self, plan: ReductionPlan, address: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
@@ -406,7 +456,7 @@ class QuantizedReduceScatter(ReduceScatter):
         if plan is None:
             rows = self._sharded.part(self._has_gradient)
             plan = self._plans.add(key, self._new_plan(rows, gradients.dtype, full, scale))
-        numel = self._level.shards.size * plan.rows.row_numel
+        numel = self._level.num_shards * plan.rows.row_numel
         if gradients.numel() != numel:
             raise RuntimeError(
                 f"quantized_comm: FSDP2 reduces {gradients.numel()} elements of "
@@ -432,7 +482,7 @@ class QuantizedReduceScatter(ReduceScatter):
                 segments,
                 sums,
                 full_precision=full,
-                first=level.shards.rank * rows.row_numel,
+                first=level.shard * rows.row_numel,
             )
         return ReductionPlan(
             rows=rows, gradient_codecs=gradient_codecs, sums=sums, returned=returned
@@ -442,8 +492,10 @@ class QuantizedReduceScatter(ReduceScatter):
         self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
     ) -> list[Segment]:
         """Return every rank's shard of every gradient, small ones last; with replicas a shard in as
-        many pieces as there are nodes.
+        many pieces as there are nodes, and a copy in pieces for all ranks.
         """
+        if self._sharded.is_copied:
+            return self._pieces_of_copies(rows, gradient_codecs)
         if self._level.replicas > 1:
             return self._pieces(rows, gradient_codecs)
         route = self._level.hops
@@ -490,4 +542,20 @@ class QuantizedReduceScatter(ReduceScatter):
                             reducer=node * topology.node_size + local,
                         )
                     )
+        return segments
+
+    def _pieces_of_copies(
+        self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
+    ) -> list[Segment]:
+        """Cut every gradient into pieces, each summed by one rank."""
+        placed = placements(rows.params, self._level.hierarchy.size)
+        segments: list[Segment] = []
+        for index in small_tensors_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
+            numel = rows.widths[index]
+            whole = Segment(
+                tensor=0, start=rows.offsets[index], numel=numel, gradient=index, first=0, reducer=0
+            )
+            unit = gradient_codecs[index].spec.unit
+            pieces = placed[rows.params[index]].pieces(numel, unit)
+            segments += [whole.part(start, stop, reducer=rank) for start, stop, rank in pieces]
         return segments

@@ -33,14 +33,14 @@ class Mesh:
     ranks: global ranks, replica by replica, then shard by shard.
     shards: ranks among which one copy of the modules is sharded. Fewer than ``ranks``: the others
         hold replicas.
-    shard_group: their process group.
+    shard_group: their process group, None for a mesh of ``replicate()``.
     replica_group: process group of the ranks that hold the same shard, None without replicas.
     device: of the collectives.
     """
 
     ranks: tuple[int, ...]
     shards: int
-    shard_group: ProcessGroup
+    shard_group: ProcessGroup | None
     replica_group: ProcessGroup | None
     device: torch.device
 
@@ -48,6 +48,16 @@ class Mesh:
     def replicas(self) -> int:
         """Number of copies of the modules."""
         return len(self.ranks) // self.shards
+
+    @property
+    def is_copied(self) -> bool:
+        """True if every rank holds all parameters of the modules."""
+        return self.shards == 1 and self.replicas > 1
+
+    @property
+    def has_node_replicas(self) -> bool:
+        """True if replicas are sharded, each over the ranks of a node."""
+        return self.shards > 1 and self.replicas > 1
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -107,13 +117,13 @@ def meshes_of(groups: Iterable[tuple[str, ParamGroup]]) -> Meshes | None:
     """Return the meshes of parameter groups, each with the name of its module; None without any.
 
     Raises:
-        UnsupportedModel: a mesh that shards nothing, or meshes that no mesh of the model joins.
+        UnsupportedModel: meshes that no mesh of the model joins.
     """
     found: dict[tuple[tuple[int, ...], int], Mesh] = {}
     joined: dict[tuple[int, ...], Sequence[ProcessGroup]] = {}  # by ascending ranks
     names: dict[tuple[int, ...], str] = {}
     for name, group in groups:
-        mesh = mesh_of_group(name, group)
+        mesh = mesh_of_group(group)
         found.setdefault(mesh.key, mesh)
         joining = {tuple(sorted(mesh.ranks)): mesh.process_groups}
         joining |= torch_names.joined_ranks(group)
@@ -138,30 +148,23 @@ def meshes_of(groups: Iterable[tuple[str, ParamGroup]]) -> Meshes | None:
     )
 
 
-def mesh_of_group(name: str, group: ParamGroup) -> Mesh:
-    """Return the mesh of a parameter group of the module ``name``.
-
-    Raises:
-        UnsupportedModel: it shards nothing.
-    """
+def mesh_of_group(group: ParamGroup) -> Mesh:
+    """Return the mesh of a parameter group."""
     shard_group = torch_names.shard_group(group.mesh_info)
-    if shard_group is None:
-        raise unsupported(
-            name,
-            "a mesh that shards nothing",
-            "give fully_shard a mesh of one dimension, or of replicas and shards",
-        )
-    ranks = dist.get_process_group_ranks(shard_group)
+    ranks = [dist.get_rank()]
+    if shard_group is not None:
+        ranks = dist.get_process_group_ranks(shard_group)
+    shards = len(ranks)
     replicas = torch_names.replicas_of(group.mesh_info)
     replica_group: ProcessGroup | None = None
     if replicas is not None:
         replica_group, by_replica = replicas
         ranks = [rank for replica in by_replica for rank in replica]
-        if len(by_replica) == 1:
+        if len(by_replica) == 1 and shard_group is not None:
             replica_group = None
     return Mesh(
         ranks=tuple(ranks),
-        shards=dist.get_world_size(shard_group),
+        shards=shards,
         shard_group=shard_group,
         replica_group=replica_group,
         device=group.device,

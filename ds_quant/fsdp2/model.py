@@ -151,7 +151,7 @@ class AttachedModel:
         for module in model.modules():
             if not isinstance(module, FSDPModule):
                 continue
-            undo.append(torch_names.before_forwards(module, self._forwards.expect))
+            undo.append(torch_names.before_forwards(module, self._before_forward))
             if module is not model:
                 undo += drop_with_module(module, self)
         self._undo = undo
@@ -193,14 +193,25 @@ class AttachedModel:
 
     # ---- events of a forward ----
 
-    def _before_gather(self, sharded: ShardedModule) -> None:
-        """Run before a module is gathered.
+    def _before_forward(self) -> None:
+        """Run before the forward of the root, or of a module that no other calls."""
+        self._forwards.expect()
+        if all(sharded.is_copied for sharded in self._modules):  # FSDP2 gathers nothing
+            self._begin_forward()
+            self._forwards.begin_with(None)
 
-        With the first gather of a forward, finish the optimizer step and compare the weights with
-        the nodes' copies. A collective, if nodes keep copies.
-        """
+    def _before_gather(self, sharded: ShardedModule) -> None:
+        """Run before a module is gathered."""
         if torch_names.in_backward() or not self._forwards.begins_with(sharded):
             return
+        self._begin_forward()
+        self._forwards.begin_with(sharded)
+
+    def _begin_forward(self) -> None:
+        """Finish the optimizer step and compare the weights with the nodes' copies.
+
+        A collective, if nodes keep copies or random bits depend on the step.
+        """
         self._optimizers.before_forward()
         try:
             if self.copies is not None:
@@ -215,7 +226,6 @@ class AttachedModel:
                 "all ranks alike: let all ranks decide together, such as by torch.distributed."
                 "all_reduce of the flag that skips a step, and call front.load_state_dict on all"
             ) from None
-        self._forwards.begin_with(sharded)
 
     # ---- events of an optimizer step ----
 
@@ -320,7 +330,7 @@ class AttachedModel:
     def _own_values(self) -> Iterator[tuple[Param, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard as it is sent, and the ranks that share it."""
         for sharded in self._modules:
-            if sharded.fsdp_gathers:
+            if sharded.fsdp_gathers or sharded.is_copied:
                 continue
             shards = sharded.level.shards
             rows = zip(sharded.params, sharded.shards(), sharded.lengths, strict=True)
@@ -394,7 +404,8 @@ class AttachedModel:
             if level.replicas > 1:
                 own = [sharded for sharded in self._modules if sharded.level is level]
                 held = [shard for sharded in own for shard in sharded.shards()]
-                yield level.between_nodes.ranks[0], held
+                holders = level.between_nodes if level.routes.replicas else level.hierarchy.flat
+                yield holders.ranks[0], held
 
     # ---- state ----
 

@@ -29,7 +29,7 @@ def sizes_of(run: Run, modules: Sequence[ShardedModule]) -> list[Sizes]:
     for level in run.levels:
         own = _of_level(modules, level)
         params = [param for sharded in own for param in sharded.params]
-        largest = max((sharded.row_numel for sharded in own), default=0) * level.shards.size
+        largest = max((sharded.row_numel for sharded in own), default=0) * level.num_shards
         sizes.append(
             Sizes(
                 trained=sum(param.shape.numel() for param in params if param.trained),
@@ -38,7 +38,7 @@ def sizes_of(run: Run, modules: Sequence[ShardedModule]) -> list[Sizes]:
                 prefetch=largest,
                 exchanged_at_once=True,
                 # On a device with streams: see [Note: all-reduce stream] of gradients.py.
-                crossing_at_once=level.replicas > 1 and run.device.type != "cpu",
+                crossing_at_once=level.routes.replicas and run.device.type != "cpu",
                 slicing=run.slicing,
             )
         )
@@ -49,7 +49,7 @@ def line_parts_of(
     run: Run, modules: Sequence[ShardedModule], volume: ModelVolume, *, kept_bytes: int
 ) -> LineParts:
     """Return the part of the start-up lines that FSDP2 knows."""
-    has_replicas = any(level.replicas > 1 for level in run.levels)
+    has_replicas = any(level.routes.replicas for level in run.levels)
     gradients = ""
     if any(sharded.defers_inter_node for sharded in modules):
         declare = "set_requires_all_reduce" if has_replicas else "set_is_last_backward"
@@ -61,6 +61,8 @@ def line_parts_of(
     if has_replicas:
         is_exact = all(level.routes.weights().is_full_precision for level in run.levels)
         weights = "weights stay in the node" + (", exact" if is_exact else "")
+    elif not any(level.routes.sends_weights for level in run.levels):
+        weights = "every rank holds all weights"
     return LineParts(
         layout="FSDP2",
         between="replicas of" if has_replicas else "x",
@@ -80,7 +82,8 @@ def _sent_params(modules: Sequence[ShardedModule]) -> list[SentParam]:
     return [
         SentParam(
             param=param,
-            dtype=dtype,
+            # Of copies gradients alone are sent.
+            dtype=sharded.gradient_dtype if sharded.is_copied else dtype,
             gradient_dtype=sharded.gradient_dtype,
             trained=param.trained,
             stock_weights=bool(sharded.fsdp_gathers),

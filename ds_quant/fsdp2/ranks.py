@@ -2,7 +2,8 @@
 
 [Note: nodes of a mesh] A node is a run of consecutive ranks of the job, usually a host. The nodes
 of a mesh are those of its ranks: where tensor parallelism fills a node of 8 ranks, a mesh has one
-rank per node, and all its messages cross between nodes. With replicas every replica is a node.
+rank per node, and all its messages cross between nodes. With replicas of several ranks every
+replica is a node.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ds_quant.runtime.front import Front
 from ds_quant.runtime.run import Level, ProcessGroups, Run
 
 STAGE = 3  # FSDP2 shards weights, gradients and optimizer states, as ZeRO-3 does
+STAGE_OF_COPIES = 0  # where every rank holds all of them, as under DDP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ def ranks_of_model(meshes: Meshes, *, node_size: int) -> RanksOfModel:
 
 
 def _in_nodes(mesh: Mesh, all_in_nodes: Topology) -> Topology:
-    if mesh.replicas == 1:
+    if not mesh.has_node_replicas:
         return all_in_nodes.part(mesh.ranks)
     if mesh.ranks == tuple(all_in_nodes.all_ranks):
         return Topology(world=all_in_nodes.world, node_size=mesh.shards, ranks=all_in_nodes.ranks)
@@ -74,8 +76,15 @@ def run_of(
     run: Run | None = None
     levels: dict[tuple[tuple[int, ...], int], Level] = {}
     for mesh, topology in zip(meshes.each, ranks.topologies, strict=True):
-        routes = Routes.over(topology, scheme, stage=STAGE, replicas=mesh.replicas > 1)
+        routes = Routes.over(
+            topology,
+            scheme,
+            stage=STAGE_OF_COPIES if mesh.is_copied else STAGE,
+            replicas=mesh.has_node_replicas,
+        )
         process_groups = ProcessGroups(shards=mesh.shard_group, replicas=mesh.replica_group)
+        if mesh.shards == 1:
+            process_groups = ProcessGroups(shards=mesh.replica_group or mesh.shard_group)
         if run is None:
             run = Run(
                 front,
@@ -94,7 +103,7 @@ def run_of(
         run.vote_with(ranks.topology, meshes.process_groups)
 
     def level_of(group: ParamGroup) -> Level | None:
-        return levels.get(mesh_of_group("", group).key)
+        return levels.get(mesh_of_group(group).key)
 
     modules = sharded_modules(model, level_of)
     run.add_params(param for sharded in modules for param in sharded.params)

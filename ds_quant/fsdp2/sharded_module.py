@@ -87,7 +87,7 @@ class ShardedModule:
     def layout(self) -> RowLayout:
         """Places of the shards in the rows that the collectives move."""
         numels = tuple([sum(lengths) for lengths in self.lengths])
-        return RowLayout(numels, self.widths, self.level.shards.size, is_flat=True)
+        return RowLayout(numels, self.widths, self.level.num_shards, is_flat=True)
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -126,6 +126,11 @@ class ShardedModule:
                 changed.append(param)
         return changed
 
+    @property
+    def is_copied(self) -> bool:
+        """True if every rank holds all parameters of the module, instead of shards."""
+        return not self.level.routes.sends_weights
+
     @cached_property
     def defers_inter_node(self) -> bool:
         """True if gradients cross between nodes in the last backward of a step only."""
@@ -155,7 +160,7 @@ class ShardedModule:
         """Return one () bool on the device, True if this rank's row is finite without its padding;
         nothing for a row of padding.
         """
-        rank = self.level.shards.rank
+        rank = self.level.shard
         values = []
         for start, lengths in zip(self.offsets, self.lengths, strict=True):
             if lengths[rank]:
@@ -194,7 +199,7 @@ def sharded_modules(
                 group=group,
                 level=level,
                 widths=tuple([member.padded_sharded_param_size.numel() for member in members]),
-                lengths=tuple([_lengths(member, level.shards.size) for member in members]),
+                lengths=tuple([_lengths(member, level.num_shards) for member in members]),
                 dtypes=dtypes,
                 gradient_dtype=gradient_dtype(group),
                 fsdp_gathers=_reason_of_own_gather(members, dtypes),
@@ -219,7 +224,11 @@ def refuse_unsupported(model: nn.Module) -> None:
             )
         for member in group.fsdp_params:
             if member.offload_to_cpu:
-                raise unsupported(name, "CPUOffloadPolicy", "leave offload_policy out")
+                raise unsupported(
+                    name,
+                    "offload_policy=CPUOffloadPolicy(...)",
+                    "allowed: OffloadPolicy(), the default; leave offload_policy out",
+                )
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[Tensor]:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
-    HSDPMeshInfo,
 )
 
 __all__ = [
@@ -163,15 +162,15 @@ def shard_group(mesh_info: DataParallelMeshInfo) -> ProcessGroup | None:
 
 
 def replicas_of(mesh_info: DataParallelMeshInfo) -> tuple[ProcessGroup, list[list[int]]] | None:
-    """Return the process group over the replicas of a mesh of replicas and shards (HSDP), and the
-    global ranks of every replica; None for another mesh.
+    """Return the process group over the replicas of a mesh of replicas and shards (HSDP) or of
+    ``replicate()``, and the global ranks of every replica; None for another mesh.
     """
-    if not isinstance(mesh_info, HSDPMeshInfo):
+    if mesh_info.replicate_mesh_dim is None:
         return None
     mesh: DeviceMesh = mesh_info.mesh
-    assert mesh_info.replicate_mesh_dim is not None
-    rows = mesh.mesh.movedim(mesh_info.replicate_mesh_dim, 0).flatten(1)
-    return mesh_info.replicate_process_group, rows.tolist()
+    rows = mesh.mesh.movedim(mesh_info.replicate_mesh_dim, 0)
+    rows = rows.reshape(len(rows), -1)
+    return mesh.get_group(mesh_info.replicate_mesh_dim), rows.tolist()
 
 
 def joined_ranks(group: ParamGroup) -> dict[tuple[int, ...], list[ProcessGroup]]:
@@ -189,10 +188,13 @@ def joined_ranks(group: ParamGroup) -> dict[tuple[int, ...], list[ProcessGroup]]
 
 
 def without_replicas(mesh_info: DataParallelMeshInfo) -> DataParallelMeshInfo:
-    """Return the record of a mesh of replicas and shards with the shards alone."""
-    values = {
-        field.name: getattr(mesh_info, field.name)
-        for field in fields(FSDPMeshInfo)
-        if field.init and field.name != "replicate_mesh_dim"
-    }
-    return FSDPMeshInfo(**values)
+    """Return the record of a mesh without its replicas, over which FSDP2 all-reduces nothing.
+
+    The record of ``replicate()`` becomes one that stands for no collective.
+    """
+    has_shards = isinstance(mesh_info, FSDPMeshInfo)
+    kind = FSDPMeshInfo if has_shards else DataParallelMeshInfo
+    values = {field.name: getattr(mesh_info, field.name) for field in fields(kind) if field.init}
+    if has_shards:
+        values["replicate_mesh_dim"] = None
+    return kind(**values)

@@ -13,8 +13,9 @@ the first steps are counted, see ``zero.fetch``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +29,7 @@ class Model:
 
     param_specs: parameters that represent the model; their bytes per parameter hold for all
         ``numel``.
+    experts: elements of experts, of which a token uses some.
     trained: elements that are trained.
     modules: number of modules with parameters of their own.
     largest: elements of the largest parameter.
@@ -42,6 +44,7 @@ class Model:
     modules: int
     largest: int
     hidden: int
+    experts: int = 0
 
 
 def block_param_specs(hidden: int, *, dtype: torch.dtype) -> tuple[ParamSpec, ...]:
@@ -60,9 +63,10 @@ def block_param_specs(hidden: int, *, dtype: torch.dtype) -> tuple[ParamSpec, ..
     )
 
 
-def of_size(numel: int, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
+def of_size(numel: int, *, dtype: torch.dtype, trained: float = 1.0, experts: int = 0) -> Model:
     """Return a transformer of ``numel`` parameters, 128 times as wide as deep: 12 h^2 per block.
 
+    experts: how many of the parameters are experts.
     trained: share of the parameters that are adapters of frozen weights; 1: all are trained.
     """
     hidden = max(128, round((numel * 128 / 12) ** (1 / 3) / 128) * 128)
@@ -78,6 +82,47 @@ def of_size(numel: int, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
         modules=layers * len(param_specs),
         largest=4 * hidden**2,
         hidden=hidden,
+        experts=experts,
+    )
+
+
+_OF_EXPERTS = re.compile(r"(^|\.)experts\.")
+
+
+def is_of_experts(name: str) -> bool:
+    """Return True for the name of a parameter of experts; shared experts are dense."""
+    return _OF_EXPERTS.search(name) is not None
+
+
+def dense_and_experts(model: Model) -> list[Model]:
+    """Split a model with experts into its dense part and them."""
+    parts = []
+    for numel, of_experts in ((model.numel - model.experts, False), (model.experts, True)):
+        own = [spec for spec in model.param_specs if is_of_experts(spec.name) == of_experts]
+        specs = tuple(own) or model.param_specs  # of a size alone both parts have the same shapes
+        largest = max(torch.Size(spec.shape).numel() for spec in specs)
+        part = replace(
+            model,
+            numel=numel,
+            trained=round(numel * model.trained / model.numel),
+            param_specs=specs,
+            modules=len(specs),
+            largest=min(largest, numel),
+            experts=numel if of_experts else 0,
+        )
+        parts.append(part)
+    return parts
+
+
+def part_of(model: Model, parts: int, name: str) -> Model:
+    """Return one of so many equal parts of a model, with the same bytes per parameter."""
+    return replace(
+        model,
+        name=name,
+        numel=ceil_div(model.numel, parts),
+        trained=ceil_div(model.trained, parts),
+        largest=ceil_div(model.largest, parts),
+        experts=ceil_div(model.experts, parts),
     )
 
 

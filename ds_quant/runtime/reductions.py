@@ -2,12 +2,18 @@
 
 Sums go back to the ranks that hold the same weights: see comm/returned_sums.py. Under DDP these are
 all ranks, with replicas under FSDP2 the ranks of equal place in all nodes.
+
+[Note: pieces] Where all ranks hold the weights, every rank sums an equal piece of a parameter;
+parameters too small for that have fewer pieces, which take turns: of at least ``PIECE_NUMEL``
+elements, or ``EXACT_PIECE_NUMEL`` of those that the scheme leaves in full precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +30,9 @@ from ds_quant.runtime.param import (
     tight_if_small,
 )
 from ds_quant.runtime.run import Level
+
+PIECE_NUMEL = 1 << 10
+EXACT_PIECE_NUMEL = 1 << 7  # four times the bytes of a piece in 4 bits
 
 
 def reduced_codecs(
@@ -87,7 +96,7 @@ def plan_return(
         sender = segment.reducer
         if level.routes.replicas:
             sender, place = divmod(segment.reducer, level.topology.node_size)
-            if place != level.shards.rank:
+            if place != level.shard:
                 continue  # of another shard
         piece = Piece(
             sender=sender,
@@ -100,3 +109,40 @@ def plan_return(
         pieces.append(piece)
     exchange = ReturnedSums(pieces, [codecs.spec for codecs in returned_codecs], level.returning)
     return ReturnedGradients(codecs=returned_codecs, exchange=exchange)
+
+
+class Placement(NamedTuple):
+    """The ranks that sum a parameter: see [Note: pieces].
+
+    num_pieces: into which it is cut. first: rank that sums the first one. ranks: of all.
+    """
+
+    num_pieces: int
+    first: int
+    ranks: int
+
+    def pieces(self, numel: int, unit: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, stop, rank that sums it) of every piece that is not empty.
+
+        unit: elements between which the parameter may be cut.
+        """
+        borders = [
+            numel * piece // self.num_pieces // unit * unit for piece in range(self.num_pieces)
+        ]
+        for piece, (start, stop) in enumerate(pairwise([*borders, numel])):
+            if start < stop:
+                yield start, stop, (self.first + piece) % self.ranks
+
+
+def placements(params: Sequence[Param], ranks: int) -> dict[Param, Placement]:
+    """Return the placement of every parameter."""
+    placed: dict[Param, Placement] = {}
+    pieces = 0  # of the parameters so far
+    for param in params:
+        least = EXACT_PIECE_NUMEL
+        if param.is_quantized(param.tensor.dtype):
+            least = PIECE_NUMEL
+        num_pieces = max(1, min(ranks, param.shape.numel() // least))
+        placed[param] = Placement(num_pieces, pieces % ranks, ranks)
+        pieces += num_pieces
+    return placed

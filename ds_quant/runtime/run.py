@@ -72,7 +72,7 @@ class Level:
     topology: the ranks in their nodes. routes: of messages between them. Under DeepSpeed those of
         all ranks, also for a process group that is smaller.
     hierarchy: all of them. shards: those that share one copy of the weights; the same without
-        replicas.
+        replicas, and where every rank holds all weights.
     hops: of a gradient reduction.
     returning: the ranks to which sums of gradients go back; None if they stay where they are made.
     traffic: counters of these communicators.
@@ -88,8 +88,18 @@ class Level:
 
     @property
     def replicas(self) -> int:
-        """Number of copies of the weights that these ranks hold, each of them sharded."""
-        return self.topology.nodes if self.routes.replicas else 1
+        """Number of copies of the weights that these ranks hold."""
+        return self.hierarchy.size // self.num_shards
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that share one copy of the weights."""
+        return self.shards.size if self.routes.sends_weights else 1
+
+    @property
+    def shard(self) -> int:
+        """Index of this rank among those that share its copy of the weights."""
+        return self.shards.rank if self.routes.sends_weights else 0
 
     @property
     def between_nodes(self) -> Communicator:

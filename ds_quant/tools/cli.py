@@ -136,6 +136,9 @@ def _estimate(add: AddArgument) -> None:
         help="share of the parameters that is trained; LoRA: about 0.01 (1)",
     )
     add("--model-config", type=file, help="config.json of a Hugging Face causal language model")
+    add("--tp", type=count, help="FSDP2: ranks of tensor parallelism (1)")
+    add("--ep", type=count, help="FSDP2: ranks of expert parallelism (1)")
+    add("--expert-params", type=numel, help="parameters of experts, without --model-config")
     add("--ds-config", type=file, help="DeepSpeed config: stage, accumulation, dtype, block")
     add("--load-codecs", action="store_true", help=_LOAD_CODECS)
     add("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from ds_quant.ddp.gradients import RUN_NUMEL
 from ds_quant.policy import memory
-from ds_quant.policy.cost import CommVolume
-from ds_quant.tools.forecast import Plan, Row, row_of
+from ds_quant.policy.model_volume import ModelVolume
+from ds_quant.tools.forecast import Plan, Row, Sent, row_of
 
 _HOOK_ITEMSIZE = 2  # bytes of bf16
 _HOOK = "ddp with bf16_compress_hook"
@@ -51,21 +51,18 @@ class DdpPlan(Plan):
     @property
     def sizes(self) -> memory.Sizes:
         """The sizes that decide how much memory messages take."""
-        has_two_levels = self.cluster.nodes > 1 and self.cluster.node_size > 1
-        return replace(super().sizes, bucket=RUN_NUMEL, under_way=3 if has_two_levels else 2)
+        return replace(super().sizes, bucket=RUN_NUMEL, under_way=3 if self.has_two_levels else 2)
 
-    def other_rows(self, full_precision: CommVolume) -> list[Row]:
+    def other_rows(self, full_precision: ModelVolume) -> list[Row]:
         """Return the row of torch's hook that sends fp32 gradients in 16 bits."""
         if self.dtype.itemsize <= _HOOK_ITEMSIZE:
             return []
         nbytes = 2.0 * _HOOK_ITEMSIZE * self.micro_steps
-        has_two_levels = self.cluster.nodes > 1 and self.cluster.node_size > 1
         row = row_of(
             _HOOK,
             self,
             full_precision,
-            inter_bytes=nbytes,
-            intra_bytes=nbytes if has_two_levels else 0.0,
+            sent=[Sent(nbytes, nbytes if self.has_two_levels else 0.0)],
             gpu_memory=self.stock_memory,
             host_memory=0.0,
             note=self.too_large(self.stock_memory),

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from textwrap import wrap
 from typing import Any
 
@@ -78,10 +79,20 @@ def _title(plan: Plan) -> list[str]:
     step = f"{plan.compute:g} s of compute per step, {plan.micro_steps} micro-step(s)"
     if plan.stage == 3:
         step += f", {plan.gathers:.3g} gathers of the weights"
-    lines = [plan.model.name, ranks, step]
+    lines = [plan.model.name, ranks]
+    if list(plan.parts) != [plan]:
+        lines += [_part(part) for part in plan.parts]
+    lines.append(step)
     if plan.presumed:
         lines += wrap(f"by default: {', '.join(plan.presumed)}", WIDTH)
     return lines
+
+
+def _part(part: Plan) -> str:
+    """Describe a part of the model that GPUs of their own share."""
+    cluster = part.cluster
+    numel = f"{part.model.numel / 1e9:.3g} B parameters on a GPU"
+    return f"{part.model.name}: {numel}, shared by {cluster.nodes} x {cluster.node_size}"
 
 
 def _table(rows: list[Row], stock: Row, show_all: bool) -> list[str]:
@@ -92,6 +103,7 @@ def _table(rows: list[Row], stock: Row, show_all: bool) -> list[str]:
     columns: dict[str, Callable[[Row], str]] = {
         "scheme": lambda row: row.scheme,
         "B/param": lambda row: f"{row.inter_bytes:.3f}",
+        **{name: partial(_bytes_of, name) for name in stock.by_part},
         "step s": lambda row: forecast.span(row.step_overlapped, row.step_serial, ".3g"),
         "speed-up": lambda row: forecast.span(*row.speedups, ".2f"),
         "+GB": lambda row: f"{(row.gpu_memory - stock.gpu_memory) / 1e9:.2f}",
@@ -105,6 +117,10 @@ def _table(rows: list[Row], stock: Row, show_all: bool) -> list[str]:
     advised_first = sorted(rows, key=lambda row: bool(row.note))
     cells = [[cell(row) for cell in columns.values()] for row in advised_first]
     return align(cells, list(columns))
+
+
+def _bytes_of(part: str, row: Row) -> str:
+    return f"{row.by_part[part]:.3f}"
 
 
 def _grid(by_link: dict[float, list[Row]], schemes: Sequence[str]) -> list[str]:

@@ -5,9 +5,11 @@ No GPU, no files, no printing: settings in, rows out.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,6 +20,7 @@ from ds_quant.policy import choosing, cost, memory
 from ds_quant.policy.autotune import WORTH_IT
 from ds_quant.policy.cost import Cluster, CommVolume
 from ds_quant.policy.model import FetchSettings, Model
+from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.refusals import can_start
 
 # ---- the plan ----
@@ -81,6 +84,11 @@ class Plan:
         return {"stage": self.stage}
 
     @property
+    def parts(self) -> Sequence[Plan]:
+        """Plans of the parts of the model that GPUs of their own share, as each GPU has them."""
+        return (self,)
+
+    @property
     def ranks(self) -> int:
         """Number of GPUs."""
         return self.cluster.nodes * self.cluster.node_size
@@ -89,6 +97,11 @@ class Plan:
     def counted(self) -> int:
         """Parameters behind figures per parameter: frozen ones are sent under ZeRO-3 only."""
         return self.model.numel if self.stage == 3 else self.model.trained
+
+    @property
+    def has_two_levels(self) -> bool:
+        """True if there are several nodes of several GPUs."""
+        return self.cluster.nodes > 1 and self.cluster.node_size > 1
 
     @property
     def place(self) -> choosing.Place:
@@ -169,7 +182,7 @@ class Plan:
             slicing=_GPU_SLICING,
         )
 
-    def other_rows(self, full_precision: CommVolume) -> list[Row]:
+    def other_rows(self, full_precision: ModelVolume) -> list[Row]:
         """Return rows of other ways to train without the plugin.
 
         full_precision: volume of the scheme of this name.
@@ -240,6 +253,7 @@ class Row:
     limit: the part that takes longest.
     note: the reason why the scheme is not advised, or empty.
     most_bytes: inter_bytes at most if they depend on the learning rate, else None.
+    by_part: inter_bytes of every part of the model, by its name; empty for one part.
     """
 
     scheme: str
@@ -257,6 +271,7 @@ class Row:
     host_memory: float = 0.0
     note: str = ""
     most_bytes: float | None = None
+    by_part: dict[str, float] = field(default_factory=dict)
 
     @property
     def speedups(self) -> tuple[float, float]:
@@ -288,7 +303,7 @@ def forecast(plan: Plan) -> list[Row]:
 
 def volume_of_block(block: QuantizedCommConfig, plan: Plan) -> tuple[float, CommVolume]:
     """Return the bytes per parameter and step without the plugin, and the volume of a block."""
-    volume = _comm_volume(block, plan)
+    (volume,) = _comm_volume(block, plan).parts
     return _stock_bytes(plan, volume.trained), volume
 
 
@@ -303,19 +318,17 @@ def _stock_bytes(plan: Plan, trained: float) -> float:
     )
 
 
-def _stock_row(plan: Plan, full_precision: CommVolume) -> Row:
+def _stock_row(plan: Plan, full_precision: ModelVolume) -> Row:
     """Return the row of DeepSpeed as shipped.
 
     full_precision: volume of the scheme of this name, which has as many collectives.
     """
     nbytes = _stock_bytes(plan, full_precision.trained)
-    has_two_levels = plan.cluster.nodes > 1 and plan.cluster.node_size > 1
     return row_of(
         plan.stock.lower(),
         plan,
         full_precision,
-        inter_bytes=nbytes,
-        intra_bytes=nbytes if has_two_levels else 0.0,
+        sent=[Sent(nbytes, nbytes if part.has_two_levels else 0.0) for part in plan.parts],
         gpu_memory=plan.stock_memory,
         host_memory=plan.stock_host_memory,
     )
@@ -327,10 +340,10 @@ def _scheme_row(name: str, block: QuantizedCommConfig, plan: Plan, stock: Row) -
     stock: the row of DeepSpeed as shipped, to which speed-up and memory are relative.
     """
     volume = _comm_volume(block, plan)
-    memory_kept = volume.memory * plan.counted
-    peak = _peak_bytes(volume, plan)
+    memory_kept = volume.memory * volume.numel
+    peak = volume.peak_bytes([part.sizes for part in plan.parts])
     if plan.micro_steps > 1:
-        peak += volume.partial_sums * plan.counted
+        peak += volume.partial_sums * volume.numel
     gpu_memory = stock.gpu_memory
     host_memory = stock.host_memory
     if plan.offloads_shard:
@@ -346,8 +359,13 @@ def _scheme_row(name: str, block: QuantizedCommConfig, plan: Plan, stock: Row) -
         name,
         plan,
         volume,
-        inter_bytes=volume.step_bytes(plan.stage, micro_steps=plan.micro_steps),
-        intra_bytes=volume.intra_bytes(plan.stage, micro_steps=plan.micro_steps),
+        sent=[
+            Sent(
+                part.step_bytes(plan.stage, micro_steps=plan.micro_steps),
+                part.intra_bytes(plan.stage, micro_steps=plan.micro_steps),
+            )
+            for part in volume.parts
+        ],
         memory=memory_kept,
         peak=peak,
         gpu_memory=gpu_memory,
@@ -369,9 +387,10 @@ def _compared(row: Row, stock: Row) -> Row:
 
 def _objection(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     """Return the reason why start-up refuses a scheme or another one is advised, or ""."""
-    node_size = plan.cluster.node_size
-    if not can_start(block, stage=plan.stage, world=plan.ranks, node_size=node_size):
-        return "start-up refuses it: needs 2 GPUs per node, or allow_full_replica"
+    for part in plan.parts:
+        node_size = part.cluster.node_size
+        if not can_start(block, stage=plan.stage, world=part.ranks, node_size=node_size):
+            return "start-up refuses it: needs 2 GPUs per node, or allow_full_replica"
     group = group_of(name)
     if group == RESEARCH:
         return group
@@ -383,13 +402,19 @@ def _objection(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     return "" if name in advised else "others are advised here"
 
 
+class Sent(NamedTuple):
+    """Volumes of a part between nodes, or over all ranks on one node, and inside them."""
+
+    inter: float
+    intra: float
+
+
 def row_of(
     scheme: str,
     plan: Plan,
-    volume: CommVolume,
+    volume: ModelVolume,
     *,
-    inter_bytes: float,
-    intra_bytes: float,
+    sent: Sequence[Sent],
     gpu_memory: float,
     host_memory: float,
     memory: float = 0.0,
@@ -400,20 +425,35 @@ def row_of(
 ) -> Row:
     """Return a row with the times of its bytes.
 
-    One collective is counted per layer and exchange.
+    One collective is counted per layer and exchange. Parts are sent one after the other.
 
-    more_exchanges: besides those of ``volume``.
+    sent: of every part. more_exchanges: besides those of ``volume``.
     """
-    exchanges = volume.step_gathers(plan.stage, plan.micro_steps)
-    exchanges += volume.reductions(plan.stage, plan.micro_steps) + more_exchanges
-    seconds = cost.seconds(
-        plan.cluster,
-        plan.counted,
-        inter=inter_bytes,
-        intra=intra_bytes,
-        encoded=0.0 if volume.full_precision_share == 1 else exchanges,
-        collectives=exchanges * plan.model.layers,
-    )
+    seconds: Counter[str] = Counter()
+    inter_bytes = intra_bytes = 0.0
+    has_several_nodes = any(part.cluster.nodes > 1 for part in plan.parts)
+    for part, own, part_sent in zip(plan.parts, volume.parts, sent, strict=True):
+        exchanges = own.step_gathers(plan.stage, plan.micro_steps)
+        exchanges += own.reductions(plan.stage, plan.micro_steps) + more_exchanges
+        of_part = cost.seconds(
+            part.cluster,
+            part.counted,
+            inter=part_sent.inter,
+            intra=part_sent.intra,
+            encoded=0.0 if own.full_precision_share == 1 else exchanges,
+            collectives=exchanges * part.model.layers,
+        )
+        seconds.update(of_part)
+        share = own.numel / volume.numel
+        if part.cluster.nodes == 1 and has_several_nodes:
+            intra_bytes += share * (part_sent.inter + part_sent.intra)
+        else:
+            inter_bytes += share * part_sent.inter
+            intra_bytes += share * part_sent.intra
+    by_part: dict[str, float] = {}
+    if len(plan.parts) > 1:
+        pairs = zip(plan.parts, sent, strict=True)
+        by_part = {part.model.name: part_sent.inter for part, part_sent in pairs}
     communication = sum(seconds.values())
     limits = {**seconds, "compute": plan.compute}
     return Row(
@@ -430,27 +470,29 @@ def row_of(
         host_memory=host_memory,
         note=note,
         most_bytes=most_bytes,
+        by_part=by_part,
     )
 
 
-def _peak_bytes(volume: CommVolume, plan: Plan) -> float:
-    """Return the bytes of messages and sums in a step, at most."""
-    # The volume is that of the model's stand-in parameters.
-    return memory.peak_bytes(replace(volume, numel=plan.counted), plan.sizes)
-
-
-def _comm_volume(block: QuantizedCommConfig, plan: Plan) -> CommVolume:
+def _comm_volume(block: QuantizedCommConfig, plan: Plan) -> ModelVolume:
     """Return the volume of a block's messages."""
-    return cost.comm_volume(
-        block.to_scheme(),
-        plan.stage,
-        plan.model.param_specs,
-        ranks=plan.ranks,
-        node_size=plan.cluster.node_size,
-        gradient_dtype=plan.dtype,
-        gathers=plan.gathers,
-        stock_gradients=plan.exact_gradients,
-    )
+    scheme = block.to_scheme()
+    volumes = [
+        cost.comm_volume(
+            scheme,
+            part.stage,
+            part.model.param_specs,
+            ranks=part.ranks,
+            node_size=part.cluster.node_size,
+            gradient_dtype=part.dtype,
+            gathers=part.gathers,
+            stock_gradients=part.exact_gradients,
+        )
+        for part in plan.parts
+    ]
+    # The specs stand for more parameters.
+    pairs = zip(volumes, plan.parts, strict=True)
+    return ModelVolume(tuple([replace(volume, numel=part.counted) for volume, part in pairs]))
 
 
 # ---- the answer ----

@@ -35,8 +35,8 @@ LATENCY = 2e-5  # seconds per collective, unless probed
 PCIE_4 = 200.0  # Gb/s into one GPU from its node, unless given or probed
 # Options of a complete command in their order, with examples of those without a default.
 _OPTIONS = (
-    "front", "params", "model_config", "ds_config", "stage", "nodes", "gpus", "link", "intra",
-    "probe", "step", "measured",
+    "front", "params", "expert_params", "model_config", "tp", "ep", "ds_config", "stage", "nodes",
+    "gpus", "link", "intra", "probe", "step", "measured",
 )  # fmt: skip
 _EXAMPLE = {"params": "7b", "nodes": "2", "gpus": "8", "link": "10", "step": "4"}
 
@@ -70,6 +70,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     """
     if arguments.front != "zero":
         _refuse_deepspeed_settings(arguments)
+    _refuse_parts(arguments)
     path = arguments.ds_config
     settings = _read_settings(arguments)
     missing = _missing_options(arguments)
@@ -91,7 +92,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
                 f"{path}: quantized_comm.node_size={block.node_size}: allowed here: "
                 f"--gpus, which is {cluster.node_size}; make them equal or leave node_size out"
             )
+    _refuse_parts_without_experts(arguments, planned_model)
     stock_reason = refusals.stock_gradients_reason(stage, lambda key: settings.zero.get(key, True))
+    parts = {}
+    if arguments.front == "fsdp2":
+        parts = {"tensor_parallel": arguments.tp or 1, "expert_parallel": arguments.ep or 1}
     plan = KINDS[arguments.front](
         model=planned_model,
         dtype=dtype,
@@ -107,7 +112,13 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         offloads=_offloads(settings.zero),
         presumed=tuple(settings.presumed.values()),
         buckets=buckets,
+        **parts,
     )
+    if not plan.parts:
+        raise ValueError(
+            f"--tp {arguments.tp}: allowed with {plan.ranks} GPUs: at most {plan.ranks // 2}: the "
+            "block sends what two or more GPUs share"
+        )
     if arguments.measured is None:
         return plan
     return _with_measured_link(plan, arguments.measured)
@@ -137,6 +148,49 @@ def _refuse_deepspeed_settings(arguments: argparse.Namespace) -> None:
         )
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _refuse_parts(arguments: argparse.Namespace) -> None:
+    """Refuse options of tensor and expert parallelism where they have no meaning.
+
+    Raises:
+        ValueError: naming each option, its value and the way out.
+    """
+    problems = []
+    for option in ("tp", "ep", "expert_params"):
+        value = getattr(arguments, option)
+        if value is not None and arguments.front != "fsdp2":
+            problems.append(
+                f"--{option.replace('_', '-')} {value}: allowed with --front {arguments.front}: "
+                "none; leave it out, or take --front fsdp2"
+            )
+    expert_params = arguments.expert_params
+    if expert_params is not None and not problems:
+        if arguments.model_config is not None:
+            problems.append(
+                f"--expert-params {expert_params}: allowed with --model-config: none; leave it "
+                "out: the config says which parameters are experts"
+            )
+        elif arguments.params is not None and expert_params >= arguments.params:
+            problems.append(
+                f"--expert-params {expert_params}: allowed: fewer than --params, which are "
+                f"{arguments.params}"
+            )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _refuse_parts_without_experts(arguments: argparse.Namespace, planned: Model) -> None:
+    """Refuse expert parallelism of a model without experts.
+
+    Raises:
+        ValueError
+    """
+    if arguments.ep is not None and arguments.ep > 1 and not planned.experts:
+        raise ValueError(
+            f"--ep {arguments.ep}: allowed without experts: 1; give their parameters as "
+            "--expert-params 29b, or a --model-config that has experts"
+        )
 
 
 def _missing_options(arguments: argparse.Namespace) -> dict[str, str]:
@@ -197,7 +251,12 @@ def _with_slowest_link(plan: Plan, rate: float) -> tuple[Plan, int]:
 
 def _model(arguments: argparse.Namespace, dtype: torch.dtype) -> Model:
     if arguments.model_config is None:
-        return model.of_size(arguments.params, dtype=dtype, trained=arguments.trained)
+        return model.of_size(
+            arguments.params,
+            dtype=dtype,
+            trained=arguments.trained,
+            experts=arguments.expert_params or 0,
+        )
     with about(f"--model-config {arguments.model_config}"):
         return of_config(arguments.model_config, dtype=dtype, trained=arguments.trained)
 
@@ -239,6 +298,11 @@ def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
         modules=len(numels),
         largest=max(numels),
         hidden=config.hidden_size,
+        experts=sum(
+            parameter.numel()
+            for name, parameter in module.named_parameters()
+            if model.is_of_experts(name)
+        ),
     )
 
 

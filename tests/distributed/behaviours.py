@@ -48,7 +48,7 @@ OF_FSDP2 = Cannot("a call of FSDP2")
 OF_DDP = Cannot("an argument or context of DDP")
 OWNS_OPTIMIZER = Cannot("DeepSpeed owns the optimizer")
 NO_CPU_OFFLOAD = RefusesModel(
-    refusal=Refusal(model=trials.offloaded, message="CPUOffloadPolicy: leave offload_policy out"),
+    refusal=Refusal(model=trials.offloaded, message="leave offload_policy out"),
     remark="`CPUOffloadPolicy`: leave `offload_policy` out",
 )
 NO_OTHER_STAGES = "DeepSpeed refuses the other stages"
@@ -434,6 +434,18 @@ MODELS = (
             "fsdp2_replicas", "full_precision_trains_as_hsdp_alone", "replicas_end_with_equal_bits"
         ),
         ddp=Cannot("every rank holds the whole model"),
+    ),
+    Row(
+        "all parameters on every rank (`replicate()`, replicas of one rank)",
+        "copies drift apart",
+        zero=OF_FSDP2,
+        fsdp2=proven(
+            "fsdp2_copies",
+            "full_precision_trains_as_fsdp2_alone_bit_for_bit",
+            "full_precision_trains_as_fsdp2_alone_on_four_ranks",
+            "lossy_schemes_train_and_all_ranks_hold_equal_bits",
+        ),
+        ddp=Cannot("DDP itself"),
     ),
     Row(
         "parameters replaced while loading, or DTensors before they are sharded",

@@ -73,6 +73,10 @@ def two_replicas() -> Any:
     return sharded(mesh_of((2, 2), "replica", "shard"))
 
 
+def four_copies() -> Any:
+    return sharded(mesh_of((4, 1), "replica", "shard"))
+
+
 def experts_apart() -> Any:
     """The first layer differs between two halves of the ranks, as experts do."""
     mesh = mesh_of((2, 2), "fsdp", "ep")
@@ -91,6 +95,7 @@ def wrapped_on(model: Net, mesh: DeviceMesh) -> Any:
 
 
 REPLICAS = "replicas"
+COPIES = "copies"
 TENSOR_PARALLEL = "tensor parallel"
 EXPERTS = "experts"
 # Models of four ranks, by the name of their mesh.
@@ -98,6 +103,7 @@ ON_MESHES: dict[str, Callable[[], Any]] = {
     TENSOR_PARALLEL: beside_tensor_parallel,
     EXPERTS: experts_apart,
     REPLICAS: two_replicas,
+    COPIES: four_copies,
 }
 
 

@@ -343,9 +343,13 @@ def test_models_that_cannot_be_served_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="Net holds no module that fully_shard was called on"):
         fsdp2.attach(new_model(), {}, optimizer=[])
     model = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    with pytest.raises(ValueError, match=r"module \(root\) has CPUOffloadPolicy: leave offload_"):
+    message = (
+        r"module \(root\) has offload_policy=CPUOffloadPolicy\(...\): allowed: OffloadPolicy\(\), "
+        "the default; leave offload_policy out"
+    )
+    with pytest.raises(ValueError, match=message):
         fsdp2.attach(model, {}, optimizer=[])
-    with pytest.raises(ValueError, match="module 0 has CPUOffloadPolicy"):
+    with pytest.raises(ValueError, match="module 0 has offload_policy=CPUOffloadPolicy"):
         fsdp2.attach(fully_shard(nn.Sequential(model)), {}, optimizer=[])
 
 

@@ -10,9 +10,10 @@ import torch
 
 from ds_quant.config.schema import parse_block
 from ds_quant.ddp import gradients
-from ds_quant.ddp.gradients import Placement, placements, runs_of
+from ds_quant.ddp.gradients import runs_of
 from ds_quant.policy.route import Routes
 from ds_quant.runtime.param import Param
+from ds_quant.runtime.reductions import Placement, placements
 
 
 def params_of(shapes: Sequence[tuple[int, ...]]) -> list[Param]:

@@ -294,3 +294,77 @@ def test_settings_of_deepspeed_are_refused_under_ddp(capsys) -> None:
     assert main([*options, "--stage", "1"]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "--stage 1: allowed with --front ddp: none; leave it out: DDP shards nothing" in said
+
+
+# ---- tensor and expert parallelism ----
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "moe_intermediate_size": 768, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+EIGHT_NODES = "--front fsdp2 --nodes 8 --gpus 8 --link 100 --step 4".split()
+
+
+def test_the_page_has_the_bytes_of_experts_of_a_config(capsys, tmp_path: Path) -> None:
+    """Dense part, experts and both together, with 1 and 8 micro-steps."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN3_30B_A3B))
+    page = (Path(__file__).parents[2] / "docs" / "fsdp2.md").read_text("utf-8")
+    model = ["--model-config", str(config), "--ep", "8"]
+    found = [
+        rows(capsys, *EIGHT_NODES, *model, "--accumulation", micro_steps)
+        for micro_steps in ("1", "8")
+    ]
+    assert found[0][""]["parameters"] == 30_532_122_624
+    for scheme in ("full_precision", "qsdp", "sdp4bit", "eden4", "lossless_w_g3"):
+        figures: list[float] = []
+        for of_micro_steps in found:
+            row = of_micro_steps[scheme]
+            figures += [row["by_part"]["dense part"], row["by_part"]["experts"], row["inter_bytes"]]
+        kept = found[0][scheme]["memory"] / 1e9
+        cells = [f"{figure:.2f}" for figure in (*figures, kept)]
+        assert f"| `{scheme}` | {' | '.join(cells)} |" in page, cells
+
+
+def test_tensor_parallelism_divides_parameters_and_gpus(capsys) -> None:
+    """A part that fills a node is one of 8 that share its link: the link carries as many bytes."""
+    whole = rows(capsys, *EIGHT_NODES, "--params", "8b", "--latency", "1e-12")
+    part = rows(capsys, *EIGHT_NODES, "--params", "1b", "--gpus", "1", "--link", "12.5")
+    found = rows(capsys, *EIGHT_NODES, "--params", "8b", "--tp", "8")
+    for scheme in ("full_precision", "qsdp", "eden4"):
+        assert found[scheme]["inter_bytes"] == pytest.approx(part[scheme]["inter_bytes"], rel=0.01)
+        assert found[scheme]["memory"] == pytest.approx(part[scheme]["memory"], rel=0.01)
+        assert found[scheme]["by_part"] == {}
+    seconds = [each["fsdp2 as shipped"]["communication"] for each in (found, whole)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
+    assert found["eden4"]["note"].startswith("start-up refuses it: needs 2 GPUs per node")
+    within = rows(capsys, *EIGHT_NODES, "--params", "8b", "--tp", "2")["eden4"]
+    assert within["note"] == "" and within["memory"] == pytest.approx(2 / 4 * 4e9, rel=0.01)
+
+
+def test_experts_of_one_gpu_send_nothing(capsys) -> None:
+    experts = ["--params", "9b", "--expert-params", "8b"]
+    found = rows(capsys, *EIGHT_NODES, *experts, "--ep", "64")
+    dense = rows(capsys, *EIGHT_NODES, "--params", "1b")
+    for scheme in ("fsdp2 as shipped", "eden4"):
+        assert found[scheme]["inter_bytes"] == pytest.approx(dense[scheme]["inter_bytes"], rel=0.01)
+    more = found["eden4"]["gpu_memory"] - dense["eden4"]["gpu_memory"]
+    assert more > 16 * 8e9 / 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--front fsdp2 --tp 3", "--tp 3: allowed with 8 x 8 GPUs: a divisor of 8, or a multiple"),
+        ("--front fsdp2 --tp 64", "--tp 64: allowed with 64 GPUs: at most 32"),
+        ("--front fsdp2 --ep 8", "--ep 8: allowed without experts: 1; give their parameters as"),
+        ("--front fsdp2 --expert-params 8b", "allowed: fewer than --params, which are 7000000000"),
+        ("--tp 8", "--tp 8: allowed with --front zero: none; leave it out, or take --front fsdp2"),
+        ("--front ddp --expert-params 6b", "--expert-params 6000000000: allowed with --front ddp:"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused_by_name(options: str, message: str, capsys) -> None:
+    cluster = "--params 7b --nodes 8 --gpus 8 --link 100 --step 4"
+    assert main(["estimate", *cluster.split(), *options.split()]) == 1
+    assert message in capsys.readouterr().err

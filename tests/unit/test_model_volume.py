@@ -13,7 +13,7 @@ from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.model_volume import ModelVolume
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
-HIDDEN, EXPERT, EXPERTS, LAYERS, VOCABULARY = 2048, 768, 128, 48, 151936
+HIDDEN, HEAD, EXPERT, EXPERTS, LAYERS, VOCABULARY = 2048, 128, 768, 128, 48, 151936
 NODES = GPUS = 8
 
 
@@ -33,6 +33,9 @@ def dense_part() -> Iterator[ParamSpec]:
         yield spec("router", EXPERTS, HIDDEN)
         for name in ("norm", "norm2"):
             yield spec(name, HIDDEN)
+        for name in ("q_norm", "k_norm"):
+            yield spec(name, HEAD)
+    yield spec("norm", HIDDEN)
 
 
 def experts_of_a_gpu() -> Iterator[ParamSpec]:

@@ -252,8 +252,6 @@ def handshake(
             or settings differ, a file of metrics that rank 0 cannot write, or a placement that
             makes no nodes.
     """
-    from ds_quant import __version__
-
     ranks = range(dist.get_world_size()) if ranks is None else ranks
     world = len(ranks)
     rank = ranks.index(dist.get_rank())
@@ -262,20 +260,8 @@ def handshake(
     store = store_of_call(name, rank)
     while store.check(["verdict"]):  # of an attempt that other ranks have given up
         store = store_of_call(name, rank)
-    card: Card = {
-        "versions": {
-            "ds_quant": __version__,
-            "wire": WIRE_VERSION,
-            # All ranks must vote, or none: a vote of some would hang.
-            KILL_VARIABLE: "unset" if kill_file() is None else "set",
-            **facts,
-        },
-        "block": config.resolved(),
-        "kernels": dispatch.describe(device, config.backend),
-        "host": host_name(),
-        "launched": None if is_part else launched_size(world),
-    }
-    store.set(str(rank), json.dumps(card))
+    launched = None if is_part else launched_size(world)
+    store.set(str(rank), json.dumps(_card(config, facts, device, launched)))
     if store.check([_gave_up(rank)]):
         store.delete_key(_gave_up(rank))
     if rank == 0:
@@ -291,6 +277,30 @@ def handshake(
     for warning in verdict["warnings"]:
         log.log_rank0(f"quantized_comm: {warning}", first=ranks[0])
     return verdict["node_size"]
+
+
+def _card(
+    config: QuantizedCommConfig,
+    facts: Mapping[str, str],
+    device: torch.device,
+    launched: tuple[str, int] | None,
+) -> Card:
+    """Return the card of this rank."""
+    from ds_quant import __version__
+
+    return {
+        "versions": {
+            "ds_quant": __version__,
+            "wire": WIRE_VERSION,
+            # All ranks must vote, or none: a vote of some would hang.
+            KILL_VARIABLE: "unset" if kill_file() is None else "set",
+            **facts,
+        },
+        "block": config.resolved(),
+        "kernels": dispatch.describe(device, config.backend),
+        "host": host_name(),
+        "launched": launched,
+    }
 
 
 @contextmanager

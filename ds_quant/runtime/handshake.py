@@ -134,6 +134,7 @@ class Verdict(TypedDict, total=False):
 
     error: str
     unheard: bool  # no rank has given an answer
+    stopped: bool  # rank 0 has stopped before the handshake
     node_size: int
     warnings: list[str]
 
@@ -258,7 +259,7 @@ def handshake(
     is_part = world < dist.get_world_size()
     name = _name_of(ranks)
     store = store_of_call(name, rank)
-    while store.check(["verdict"]):  # of an attempt that other ranks have given up
+    while _is_given_up(store):
         store = store_of_call(name, rank)
     launched = None if is_part else launched_size(world)
     store.set(str(rank), json.dumps(_card(config, facts, device, launched)))
@@ -326,13 +327,20 @@ def _tell_failure(message: str, ranks: Sequence[int]) -> None:
     """Answer the handshake with an error of this rank."""
     rank = ranks.index(dist.get_rank())
     store = store_of_call(_name_of(ranks), rank)
-    if store.check(["verdict"]):  # the other ranks have given this attempt up
-        return
     if rank == 0:
-        _publish(store, {"error": _stopped({0: message})}, present=range(1, len(ranks)))
+        verdict: Verdict = {"error": _stopped({0: message}), "stopped": True}
+        _publish(store, verdict, present=range(1, len(ranks)))
     else:
         store.set(str(rank), json.dumps({_FAILURE: message}))
         store.set(f"left/{rank}", "")
+
+
+def _is_given_up(store: PrefixStore) -> bool:
+    """Return True if the other ranks have given up an attempt in which they waited for this one."""
+    if not store.check(["verdict"]):
+        return False
+    verdict: Verdict = json.loads(store.get("verdict").decode())
+    return not verdict.get("stopped", False)
 
 
 def _name_of(ranks: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import fake_world
 import pytest
@@ -190,24 +190,38 @@ SAMPLED = {"metrics": {"interval": 2, "file": "metrics"}}
 WHOLE = {"allow_full_replica": True}
 AWAY = Feature(accumulation=MICRO_STEPS, step=away_and_back)
 AHEAD = Feature(zero=PREFETCH)
-# By title: scheme, feature, world, what else is in the block.
-WAYS: dict[str, tuple[str, Feature, str, dict[str, Any]]] = {
-    "payload checksums": ("sdp4bit", AHEAD, "2x2", {"payload_checksum": True}),
-    "payload checksums, lossless": ("lossless_w_g3", AHEAD, "2x2", {"payload_checksum": True}),
-    "compared copies": ("sdp4bit", AHEAD, "2x2", {"checksum_steps": 1}),
-    "compared copies, lossless": ("lossless_w_g3", AHEAD, "2x2", {"checksum_steps": 1}),
-    "metrics": ("sdp4bit", AHEAD, "2x2", SAMPLED),
-    "metrics, lossless": ("lossless_w_g3", AHEAD, "2x2", SAMPLED),
-    "fallback": ("sdp4bit", AHEAD, "2x2", WATCHED),
-    "learned levels": ("qsdp", AHEAD, "2x2", LEARNED),
-    "warm-up": ("sdp4bit", AHEAD, "2x2", {"warmup_steps": 1}),
-    "states off the device": ("sdp4bit", AWAY, "2x2", {}),
-    "states off the device, lossless": ("lossless_w_g3", AWAY, "2x2", {}),
-    "one node": ("sdp4bit", AHEAD, "1x4", {}),
-    "one node, zeropp": ("zeropp", AHEAD, "1x4", {}),
-    "one rank per node": ("sdp4bit", AHEAD, "4x1", WHOLE),
-    "one rank per node, qsdp": ("qsdp", AHEAD, "4x1", {}),
-    "one rank per node, lossless": ("lossless_w_g3", AHEAD, "4x1", WHOLE),
+
+
+class Way(NamedTuple):
+    """A way to run.
+
+    world: nodes x ranks of a node.
+    block: further keys of the block.
+    """
+
+    scheme: str
+    feature: Feature = AHEAD
+    world: str = "2x2"
+    block: dict[str, Any] = {}
+
+
+WAYS = {
+    "payload checksums": Way("sdp4bit", block={"payload_checksum": True}),
+    "payload checksums, lossless": Way("lossless_w_g3", block={"payload_checksum": True}),
+    "compared copies": Way("sdp4bit", block={"checksum_steps": 1}),
+    "compared copies, lossless": Way("lossless_w_g3", block={"checksum_steps": 1}),
+    "metrics": Way("sdp4bit", block=SAMPLED),
+    "metrics, lossless": Way("lossless_w_g3", block=SAMPLED),
+    "fallback": Way("sdp4bit", block=WATCHED),
+    "learned levels": Way("qsdp", block=LEARNED),
+    "warm-up": Way("sdp4bit", block={"warmup_steps": 1}),
+    "states off the device": Way("sdp4bit", AWAY),
+    "states off the device, lossless": Way("lossless_w_g3", AWAY),
+    "one node": Way("sdp4bit", world="1x4"),
+    "one node, zeropp": Way("zeropp", world="1x4"),
+    "one rank per node": Way("sdp4bit", world="4x1", block=WHOLE),
+    "one rank per node, qsdp": Way("qsdp", world="4x1"),
+    "one rank per node, lossless": Way("lossless_w_g3", world="4x1", block=WHOLE),
 }
 QUICK_WAYS = [("states off the device", 3), ("one rank per node", 2)]
 
@@ -221,9 +235,9 @@ QUICK_WAYS = [("states off the device", 3), ("one rank per node", 2)]
 )
 @on_ranks(1, environment=OWN_GROUP)
 def test_every_way_to_run_knows_that_what_it_touches_is_done(title: str, stage: int) -> None:
-    scheme, feature, world, more = WAYS[title]
-    os.chdir(scratch())
-    assert faults(stage, scheme, feature, world=world, more=more) == []
+    way = WAYS[title]
+    os.chdir(scratch())  # of the file of metrics
+    assert faults(stage, way.scheme, way.feature, world=way.world, more=way.block) == []
 
 
 # ---- partial sums that were away ----

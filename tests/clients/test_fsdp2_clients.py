@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from ds_quant import fsdp2
 from tests import needs
@@ -152,10 +153,79 @@ def shard_on_the_cpu() -> None:
     AcceleratorState.__init__ = sharding
 
 
-def trained(block: dict[str, Any] | None) -> tuple[list[float], Any]:
-    """Train by Trainer, with a callback that attaches the block when training begins."""
+def options(learning_rate: float = 3e-3) -> dict[str, Any]:
+    """Return the arguments of a short run under FSDP2 for any trainer on top of transformers."""
+    return {
+        "output_dir": str(scratch() / "trainer"),
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": learning_rate,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "fsdp": True,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
+    }
+
+
+def token_rows() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 128, (32, 24), generator=generator).tolist()
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def by_trainer(**callbacks: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(**options())
+    return Trainer(model=llama(), args=arguments, train_dataset=token_rows(), **callbacks)
+
+
+def by_trainer_with_adapters(**callbacks: Any) -> Any:
+    """peft: LoRA adapters of a frozen model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(llama(), adapters)
+    arguments = TrainingArguments(**options(learning_rate=3e-2))
+    return Trainer(model=model, args=arguments, train_dataset=token_rows(), **callbacks)
+
+
+def by_sft_trainer(**callbacks: Any) -> Any:
+    """TRL: supervised fine-tuning."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from tests.clients.programs import tokenizer
+
+    arguments = SFTConfig(**options(), max_length=24, gradient_checkpointing=False)
+    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in token_rows()])
+    return SFTTrainer(
+        model=llama(),
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        **callbacks,
+    )
+
+
+TRAINERS = {
+    "Trainer": by_trainer,
+    "Trainer and peft": by_trainer_with_adapters,
+    "SFTTrainer": by_sft_trainer,
+}
+
+
+def trained(title: str, block: dict[str, Any] | None) -> tuple[list[float], Any]:
+    """Train by a trainer, with a callback that attaches the block when training begins."""
     from accelerate.state import AcceleratorState, PartialState
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
     AcceleratorState._reset_state(reset_partial_state=True)
     fronts = []
@@ -165,42 +235,65 @@ def trained(block: dict[str, Any] | None) -> tuple[list[float], Any]:
             fronts.append(fsdp2.attach(model, block, optimizer=optimizer))
 
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 128, (32, 24), generator=generator).tolist()
-    arguments = TrainingArguments(
-        output_dir=str(scratch() / "trainer"),
-        max_steps=4,
-        per_device_train_batch_size=4,
-        learning_rate=3e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        fsdp=True,
-        fsdp_config={
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        },
-    )
-    trainer = Trainer(
-        model=llama(),
-        args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[] if block is None else [Attach()],
-    )
+    trainer = TRAINERS[title](callbacks=[] if block is None else [Attach()])
     trainer.train()
     assert PartialState().num_processes == dist.get_world_size()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, fronts[0] if fronts else None
 
 
+@pytest.mark.parametrize("title", TRAINERS)
 @on_ranks(2, timeout=600, environment={"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"})
-def test_trainer_attaches_in_a_callback() -> None:
+def test_trainers_attach_in_a_callback(title: str) -> None:
     shard_on_the_cpu()
-    plain, _ = trained(None)
-    exact, front = trained({"scheme": "full_precision", "min_numel": 64})
+    plain, _ = trained(title, None)
+    exact, front = trained(title, {"scheme": "full_precision", "min_numel": 64})
     assert exact == plain and front.step == 4
-    losses, front = trained({"scheme": "qsdp", "min_numel": 64})
+    losses, front = trained(title, {"scheme": "qsdp", "min_numel": 64})
     assert losses == pytest.approx(plain, abs=0.05) and losses != plain
     assert front.step == 4
+
+
+# ---- torchao ----
+
+
+def low_bit(name: str, block: dict[str, Any] | None) -> tuple[list[float], Any]:
+    """Train with an optimizer of torchao, whose states have 8 or 4 bits."""
+    import torchao.optim
+
+    torch.manual_seed(0)
+    model = llama()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = getattr(torchao.optim, name)(model.parameters(), lr=3e-3)
+    front = None if block is None else fsdp2.attach(model, block, optimizer=optimizer)
+    return steps(model, optimizer), front
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+@on_ranks(2, timeout=600)
+def test_optimizers_of_torchao(name: str) -> None:
+    # torchao compiles its step, which fails on a CPU with sharded states, without the block too.
+    torch.compiler.set_stance("force_eager")
+    plain, _ = low_bit(name, None)
+    exact, _ = low_bit(name, {**BLOCK, "scheme": "full_precision", "node_size": 1})
+    assert exact == plain
+    for scheme in ("eden4", "qsdp"):
+        losses, front = low_bit(name, {**BLOCK, "scheme": scheme, "node_size": 1})
+        assert losses == pytest.approx(plain, abs=0.05) and losses != plain
+        assert front.step == 4
+
+
+# ---- Accelerate: ParallelismConfig ----
+
+
+@on_ranks(4, timeout=600, environment={"ACCELERATE_USE_CPU": "true"})
+def test_accelerate_takes_no_parallelism_config_on_a_cpu() -> None:
+    """What stops it on a machine without an accelerator. With one it makes the meshes of
+    ``DistributedConfig``, on which FSDP2 shards as with ``fully_shard``.
+    """
+    from accelerate import Accelerator, ParallelismConfig
+
+    with pytest.raises(ValueError, match="ParallelismConfig is only compatible"):
+        Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))

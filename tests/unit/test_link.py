@@ -1,4 +1,6 @@
-"""Links without a process group: what a posted collective keeps alive for the stream it ends on."""
+"""Communicators without their other ranks: memory that is kept for a stream, messages that are
+awaited, ranks that an error names.
+"""
 
 from __future__ import annotations
 

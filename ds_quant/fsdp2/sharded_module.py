@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -98,18 +99,15 @@ class ShardedModule:
         """Elements of a row, padding included."""
         return self.layout.row_numel
 
-    def reduced_part(self, kept: Sequence[bool]) -> ShardedModule:
-        """Return the same with some of the parameters, as a reduction of their gradients has them:
-        in its order, in shorter rows.
-        """
-        indices = [index for index in torch_names.reduction_order(self.group) if kept[index]]
+    def part(self, kept: Sequence[bool]) -> ShardedModule:
+        """Return the same with some of the parameters, whose rows are shorter."""
         return replace(
             self,
-            params=[self.params[index] for index in indices],
-            members=[self.members[index] for index in indices],
-            widths=tuple([self.widths[index] for index in indices]),
-            lengths=tuple([self.lengths[index] for index in indices]),
-            dtypes=tuple([self.dtypes[index] for index in indices]),
+            params=list(compress(self.params, kept)),
+            members=list(compress(self.members, kept)),
+            widths=tuple(compress(self.widths, kept)),
+            lengths=tuple(compress(self.lengths, kept)),
+            dtypes=tuple(compress(self.dtypes, kept)),
         )
 
     def follow_training(self) -> list[Param]:

@@ -20,12 +20,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 __all__ = [
     "AllGather",
     "FsdpParam",
     "ParamGroup",
     "ReduceScatter",
+    "are_known",
     "before_forwards",
     "has_own_all_gather",
     "uses_torch_collectives",
@@ -52,8 +54,7 @@ class FsdpParam(Protocol):
         shard, padded and flat, in its own dtype.
     padded_sharded_param_size: shape of a padded shard. _orig_size: shape without sharding, of this
         rank's part under tensor parallelism.
-    unsharded_accumulated_grad: gradient that waits for its reduction, of ``_orig_size``. From torch
-        2.15 on that of ``_unsharded_param``: see ``give_gradient``.
+    unsharded_accumulated_grad: gradient that waits for its reduction, of ``_orig_size``.
     """
 
     sharded_param: Any
@@ -85,6 +86,11 @@ class ParamGroup(Protocol):
     _reduce_scatter_comm: ReduceScatter
     _all_reduce_hook: Callable[[Tensor], None] | None  # of set_all_reduce_hook
     post_backward: Callable[..., None]
+
+
+def are_known() -> bool:
+    """Return True if FSDP2's records are as below; False from torch 2.15 on."""
+    return not hasattr(FSDPParam, "unsharded_accumulated_grad")  # of the parameter's record itself
 
 
 def param_groups(module: FSDPModule) -> Sequence[ParamGroup]:
@@ -138,34 +144,6 @@ def in_backward() -> bool:
 def has_own_all_gather(member: FsdpParam) -> bool:
     """Return True if the parameter says itself what is gathered of it, as torchao's float8 does."""
     return hasattr(member.sharded_param._local_tensor, "fsdp_pre_all_gather")
-
-
-def waiting_gradient(member: FsdpParam) -> Tensor | None:
-    """Return the whole gradient of a parameter that waits for its reduction, None without one."""
-    if not hasattr(member, "_unsharded_param"):
-        return None
-    if member.unsharded_accumulated_grad is not None:
-        return member.unsharded_accumulated_grad
-    return member._unsharded_param.grad
-
-
-def give_gradient(member: FsdpParam, gradient: Tensor | None) -> None:
-    """Replace the gradient that waits for its reduction; None drops it."""
-    if hasattr(type(member), "unsharded_accumulated_grad"):  # torch 2.15 keeps one gradient
-        member._unsharded_param.grad = gradient
-        return
-    member.unsharded_accumulated_grad = gradient
-    if gradient is None:
-        member._unsharded_param.grad = None
-
-
-def reduction_order(group: ParamGroup) -> Sequence[int]:
-    """Return the order in which the gradients of a group lie in its reduction, by index.
-
-    From torch 2.15 on those of one dtype follow each other.
-    """
-    order: Sequence[int] | None = getattr(group, "_reduce_scatter_param_indices", None)
-    return order or range(len(group.fsdp_params))
 
 
 def reduces_unused(group: ParamGroup) -> bool:

@@ -529,6 +529,18 @@ def test_an_accumulation_that_is_given_up_leaves_nothing(
 
 
 @on_ranks(4)
+def test_an_optimizer_steps_where_an_accumulation_was_just_given_up() -> None:
+    def program(run: Run) -> None:
+        run.step(0)
+        run.backward(1, last=False, factor=1000.0)
+        _none(run)
+        run.optimizer.step()
+        run.step(2)
+
+    assert_near(played(program, EXACT, optimizer=sgd), played(program, None, optimizer=sgd))
+
+
+@on_ranks(4)
 def test_a_step_after_gradients_were_written_between_backwards_names_the_way_out() -> None:
     def program(run: Run) -> None:
         run.step(0)

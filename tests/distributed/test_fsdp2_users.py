@@ -67,6 +67,24 @@ def test_modules_that_are_wrapped_together_are_served_once() -> None:
 
 
 @on_ranks(2)
+def test_a_scheme_without_node_copies_keeps_nothing() -> None:
+    model, _, _ = attached({"scheme": "qsdp"})
+    assert ds_quant.report(model)["kept_bytes"] == 0
+
+
+@on_ranks(2)
+def test_an_optimizer_of_another_model_counts_no_step() -> None:
+    """As that of a discriminator which is trained beside."""
+    model, optimizer, front = attached({"scheme": "qsdp"})
+    train(model, optimizer, steps=2)
+    other = nn.Linear(4, 4)
+    optimizer_of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.ones(1, 4)).sum().backward()
+    optimizer_of_other.step()
+    assert front.step == 2
+
+
+@on_ranks(2)
 def test_patterns_that_match_nothing_and_better_schemes_are_named() -> None:
     said = heard("log_rank0")
     _, _, front = attached({"scheme": "qsdp", "exclude": ["haed.*"], "node_size": 1})

@@ -1293,7 +1293,7 @@ MEMORY_AND_LIFE = (
         zero=Cannot("an error of `deepspeed.initialize` ends the job"),
         fsdp2=(
             setups("a_model_is_attached_once_and_a_failed_start_leaves_nothing"),
-            setups("ranks_attach_together_after_an_attempt_that_one_gave_up"),
+            setups("an_error_of_one_rank_ends_all_at_once_and_they_attach_together_later"),
         ),
         ddp=proven("ddp_life", "a_rank_that_does_not_attach_is_named_and_the_others_may_go_on"),
     ),

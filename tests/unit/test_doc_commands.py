@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from ds_quant.tools.cli import _parser, main
+from tests.unit.test_estimate import QWEN3_30B_A3B
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -75,6 +76,7 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None
     (tmp_path / "ds_config.json").write_text(
         '{"zero_optimization": {"mics_shard_size": 2, "stage": 3}}'
     )
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     (tmp_path / "new.json").write_text('{"quantized_comm": {}, "zero_optimization": {"stage": 2}}')
     monkeypatch.chdir(tmp_path)
     program, *arguments = shlex.split(command)

@@ -81,7 +81,8 @@ def test_an_optimizer_of_another_model_counts_no_step() -> None:
     optimizer_of_other = torch.optim.SGD(other.parameters(), lr=0.1)
     other(torch.ones(1, 4)).sum().backward()
     optimizer_of_other.step()
-    assert front.step == 2
+    train(model, optimizer, steps=1)
+    assert front.step == 3
 
 
 @on_ranks(2)

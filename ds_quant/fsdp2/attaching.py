@@ -20,7 +20,7 @@ from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.meshes import Mesh, Meshes, mesh_of_group, meshes_of
-from ds_quant.fsdp2.model import AttachedModel, Given
+from ds_quant.fsdp2.model import AttachArguments, AttachedModel
 from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, ranks_of_model
 from ds_quant.fsdp2.sharded_module import (
@@ -79,10 +79,10 @@ def attach(
         if config is None:
             return InactiveFront(environment.reason_of_no_block(block))
         optimizers = optimizers_of(optimizer)
-        given = Given.of(model, config, optimizers)
+        arguments = AttachArguments.of(model, config, optimizers)
         attached = front_of(model)
         if attached is not None:
-            return _attached_again(attached, given, model, optimizers)
+            return _attached_again(attached, arguments, model, optimizers)
         meshes = _meshes(model)
         if meshes is None:
             return InactiveFront(
@@ -96,13 +96,13 @@ def attach(
     ranks = _shake_hands(model, config, meshes)
     front = tuned_front(config, partial(AttachedModel, model, ranks))
     _begin(front, has_optimizer=bool(optimizers))
-    front.connect(model, optimizers, given)
+    front.connect(model, optimizers, arguments)
     return front
 
 
 def _attached_again(
     front: AttachedModel,
-    given: Given,
+    arguments: AttachArguments,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
 ) -> AttachedModel:
@@ -113,8 +113,8 @@ def _attached_again(
             larger model, or in part.
         ValueError: an optimizer of another model.
     """
-    assert front.given is not None, "a model has the front once it is connected"
-    difference = front.given.difference(given)
+    assert front.arguments is not None, "a model has the front once it is connected"
+    difference = front.arguments.difference(arguments)
     if difference is not None:
         raise RuntimeError(
             f"{KEY}: this model is attached already, {difference}: call detach() of its front first"

@@ -24,9 +24,9 @@ gradients that no method drops.
 over the nodes, and sends it back to them: see comm/returned_sums.py. FSDP2 gets the sum over all
 ranks.
 
-[Note: copies] On a mesh of ``replicate()``, or of replicas of one rank, every rank holds all
-parameters, and FSDP2 calls no custom collective. The all-reduce hook is left: it sends the
-gradients of a module to the ranks that sum them and back, as under DDP. FSDP2 calls it in every
+[Note: replicated modules] On a mesh of ``replicate()``, or of replicas of one rank, every rank
+holds all parameters, and FSDP2 calls no custom collective. The all-reduce hook is left: it sends
+the gradients of a module to the ranks that sum them and back, as under DDP. FSDP2 calls it in every
 backward. Where the user declares that another backward follows, FSDP2 is asked to keep the whole
 gradients, as ``set_requires_gradient_sync(False)`` does.
 
@@ -88,7 +88,7 @@ class QuantizedReduceScatter(ReduceScatter):
         # The last backward of a step frees them, or ``discard``, if the accumulation is given up.
         self._partial_sums: dict[ReductionPlan, PartialSums] = {}
         self._has_users_hook = False  # of set_all_reduce_hook, in this backward
-        self._keeps_gradients = False  # for the last backward: see [Note: copies]
+        self._keeps_gradients = False  # for the last backward: see [Note: replicated modules]
         # With replicas: messages and sums, which the all-reduce hook of the same backward frees.
         self._begun: BegunReduction | None = None
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
@@ -106,7 +106,7 @@ class QuantizedReduceScatter(ReduceScatter):
             return
         has_replicas = self._sharded.reduce_between_nodes()
         reduce = group.post_backward
-        if self._sharded.is_copied:
+        if self._sharded.is_replicated:
             reduce = partial(self._reduce_or_keep, reduce)
 
         def post_backward(*unused: Any) -> None:
@@ -127,7 +127,7 @@ class QuantizedReduceScatter(ReduceScatter):
         group.post_backward = post_backward
 
     def _reduce_or_keep(self, reduce: Callable[..., None], *unused: Any) -> None:
-        """Let FSDP2 reduce the gradients of copies, or keep them: see [Note: copies]."""
+        """Let FSDP2 reduce or keep gradients: see [Note: replicated modules]."""
         group = self._sharded.group
         if not group.reduce_grads or self._sharded.is_last_backward:
             self._keeps_gradients = False
@@ -195,15 +195,15 @@ class QuantizedReduceScatter(ReduceScatter):
     def all_reduce(self, users_hook: Callable[[Tensor], None] | None, row: Tensor) -> None:
         """Write the sums of all nodes over this rank's row: see [Note: all-reduce stream].
 
-        Copies have nothing reduced yet: their row, the gradients, is reduced here.
+        Of a replicated module nothing is reduced yet: the row holds its gradients.
 
         users_hook: called where FSDP2 calls it, in backwards that reduce over the replicas.
         """
         keep_for_current_stream(row)
-        if self._sharded.is_copied:
+        if self._sharded.is_replicated:
             self._run.refuse_capture()
             self._context.after_reduction()
-            self._begun = self._begin(self._plan(row, self._scale_of_copies), row, None, row)
+            self._begun = self._begin(self._plan(row, self._scale_of_replicated), row, None, row)
         begun = self._begun
         if begun is None:  # a backward that stays inside the node
             return
@@ -266,7 +266,7 @@ class QuantizedReduceScatter(ReduceScatter):
                 partial_sums.note_versions()
 
     def _drop_kept_gradients(self, parameters: Collection[int] | None) -> None:
-        """Drop the gradients of copies that FSDP2 keeps: see [Note: copies]."""
+        """Drop the gradients that FSDP2 keeps: see [Note: replicated modules]."""
         kept = [member for member in self._sharded.members if self._reduces(member)]
         for member in kept:
             if parameters is None or id(member.sharded_param) in parameters:
@@ -373,7 +373,7 @@ class QuantizedReduceScatter(ReduceScatter):
             rotations,
             into=sums,
             partial_sums=values,
-            ends_elsewhere=has_replicas and not self._sharded.is_copied,
+            ends_elsewhere=has_replicas and not self._sharded.is_replicated,
         )
         return BegunReduction(plan=plan, reduction=reduction, sums=sums, address=address)
 
@@ -435,7 +435,7 @@ class QuantizedReduceScatter(ReduceScatter):
         return 1 / (factor or self._level.hierarchy.size)
 
     @property
-    def _scale_of_copies(self) -> float:
+    def _scale_of_replicated(self) -> float:
         """Return the factor of the sum over all ranks; FSDP2 divides by the user's factor."""
         return 1.0 if self._sharded.group.gradient_divide_factor else 1 / self._level.replicas
 
@@ -492,10 +492,10 @@ class QuantizedReduceScatter(ReduceScatter):
         self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
     ) -> list[Segment]:
         """Return every rank's shard of every gradient, small ones last; with replicas a shard in as
-        many pieces as there are nodes, and a copy in pieces for all ranks.
+        many pieces as there are nodes, and a replicated parameter in pieces for all ranks.
         """
-        if self._sharded.is_copied:
-            return self._pieces_of_copies(rows, gradient_codecs)
+        if self._sharded.is_replicated:
+            return self._pieces_of_replicated(rows, gradient_codecs)
         if self._level.replicas > 1:
             return self._pieces(rows, gradient_codecs)
         route = self._level.hops
@@ -544,7 +544,7 @@ class QuantizedReduceScatter(ReduceScatter):
                     )
         return segments
 
-    def _pieces_of_copies(
+    def _pieces_of_replicated(
         self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
     ) -> list[Segment]:
         """Cut every gradient into pieces, each summed by one rank."""

@@ -50,7 +50,7 @@ class Mesh:
         return len(self.ranks) // self.shards
 
     @property
-    def is_copied(self) -> bool:
+    def is_replicated(self) -> bool:
         """True if every rank holds all parameters of the modules."""
         return self.shards == 1 and self.replicas > 1
 

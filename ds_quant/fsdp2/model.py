@@ -58,7 +58,7 @@ class ServedModule(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class AttachArguments:
     """The arguments of a call of ``attach``.
 
     block: perhaps with "autotune".
@@ -73,15 +73,15 @@ class Given:
     @classmethod
     def of(
         cls, model: nn.Module, block: QuantizedCommConfig, optimizers: Sequence[Optimizer]
-    ) -> Given:
+    ) -> AttachArguments:
         """Return the record of a call."""
         groups = frozenset(id(group) for _, _, group in groups_of(model))
         return cls(block=block, has_optimizer=bool(optimizers), groups=groups)
 
-    def difference(self, second: Given) -> str | None:
+    def difference(self, second: AttachArguments) -> str | None:
         """Return the reason why a second call cannot return the front of this one, or None."""
         if second.groups != self.groups:
-            return "as a part of a larger one, or a part of it is"
+            return "as a part of a larger model, or in part"
         if second.block != self.block:
             return "with another block"
         if second.has_optimizer and not self.has_optimizer:
@@ -97,7 +97,7 @@ class AttachedModel:
 
     The model's collectives hold it, so it lives as long as the model.
 
-    given: by ``connect``; None before it.
+    arguments: of ``attach``; None before ``connect``.
     copies: of the weights in every node, if the scheme keeps some; freed by ``detach``.
     """
 
@@ -108,7 +108,7 @@ class AttachedModel:
         scheme: Scheme,
     ) -> None:
         self.step = 0
-        self.given: Given | None = None
+        self.arguments: AttachArguments | None = None
         self.run, modules = run_of(self, model, scheme, ranks)
         self._modules = modules
         self._forwards = Forwards(self.run)
@@ -140,7 +140,9 @@ class AttachedModel:
 
     # ---- life ----
 
-    def connect(self, model: nn.Module, optimizers: Iterable[Optimizer], given: Given) -> None:
+    def connect(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], arguments: AttachArguments
+    ) -> None:
         """Replace the collectives of every sharded module, and follow the optimizers."""
         undo: list[Undo] = []
         for _, gather, reduction in self.served:
@@ -155,7 +157,7 @@ class AttachedModel:
             if module is not model:
                 undo += drop_with_module(module, self)
         self._undo = undo
-        self.given = given
+        self.arguments = arguments
         self._optimizers.follow(optimizers)
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
@@ -196,7 +198,7 @@ class AttachedModel:
     def _before_forward(self) -> None:
         """Run before the forward of the root, or of a module that no other calls."""
         self._forwards.expect()
-        if all(sharded.is_copied for sharded in self._modules):  # FSDP2 gathers nothing
+        if all(sharded.is_replicated for sharded in self._modules):  # FSDP2 gathers nothing
             self._begin_forward()
             self._forwards.begin_with(None)
 
@@ -330,7 +332,7 @@ class AttachedModel:
     def _own_values(self) -> Iterator[tuple[Param, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard as it is sent, and the ranks that share it."""
         for sharded in self._modules:
-            if sharded.fsdp_gathers or sharded.is_copied:
+            if sharded.fsdp_gathers or sharded.is_replicated:
                 continue
             shards = sharded.level.shards
             rows = zip(sharded.params, sharded.shards(), sharded.lengths, strict=True)

@@ -14,7 +14,7 @@ def weights_in_full(modules: Sequence[ShardedModule]) -> list[str]:
     """Return why weights are sent in full precision although the scheme compresses them."""
     by_routes: dict[Routes, list[ShardedModule]] = {}
     for sharded in modules:
-        if sharded.is_copied:
+        if sharded.is_replicated:
             continue
         by_routes.setdefault(sharded.level.routes, []).append(sharded)
     reasons = [_reason(routes, of_routes) for routes, of_routes in by_routes.items()]

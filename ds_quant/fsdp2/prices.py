@@ -82,8 +82,8 @@ def _sent_params(modules: Sequence[ShardedModule]) -> list[SentParam]:
     return [
         SentParam(
             param=param,
-            # Of copies gradients alone are sent.
-            dtype=sharded.gradient_dtype if sharded.is_copied else dtype,
+            # Of a replicated module gradients alone are sent.
+            dtype=sharded.gradient_dtype if sharded.is_replicated else dtype,
             gradient_dtype=sharded.gradient_dtype,
             trained=param.trained,
             stock_weights=bool(sharded.fsdp_gathers),

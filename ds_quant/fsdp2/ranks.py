@@ -25,7 +25,7 @@ from ds_quant.runtime.front import Front
 from ds_quant.runtime.run import Level, ProcessGroups, Run
 
 STAGE = 3  # FSDP2 shards weights, gradients and optimizer states, as ZeRO-3 does
-STAGE_OF_COPIES = 0  # where every rank holds all of them, as under DDP
+STAGE_REPLICATED = 0  # where every rank holds all of them, as under DDP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def run_of(
         routes = Routes.over(
             topology,
             scheme,
-            stage=STAGE_OF_COPIES if mesh.is_copied else STAGE,
+            stage=STAGE_REPLICATED if mesh.is_replicated else STAGE,
             replicas=mesh.has_node_replicas,
         )
         process_groups = ProcessGroups(shards=mesh.shard_group, replicas=mesh.replica_group)

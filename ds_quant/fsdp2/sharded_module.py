@@ -127,7 +127,7 @@ class ShardedModule:
         return changed
 
     @property
-    def is_copied(self) -> bool:
+    def is_replicated(self) -> bool:
         """True if every rank holds all parameters of the module, instead of shards."""
         return not self.level.routes.sends_weights
 

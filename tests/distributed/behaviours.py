@@ -440,7 +440,7 @@ MODELS = (
         "copies drift apart",
         zero=OF_FSDP2,
         fsdp2=proven(
-            "fsdp2_copies",
+            "fsdp2_replicate",
             "full_precision_trains_as_fsdp2_alone_bit_for_bit",
             "full_precision_trains_as_fsdp2_alone_on_four_ranks",
             "lossy_schemes_train_and_all_ranks_hold_equal_bits",

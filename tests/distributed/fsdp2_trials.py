@@ -73,7 +73,7 @@ def two_replicas() -> Any:
     return sharded(mesh_of((2, 2), "replica", "shard"))
 
 
-def four_copies() -> Any:
+def four_replicated() -> Any:
     return sharded(mesh_of((4, 1), "replica", "shard"))
 
 
@@ -95,7 +95,7 @@ def wrapped_on(model: Net, mesh: DeviceMesh) -> Any:
 
 
 REPLICAS = "replicas"
-COPIES = "copies"
+REPLICATED = "replicated"
 TENSOR_PARALLEL = "tensor parallel"
 EXPERTS = "experts"
 # Models of four ranks, by the name of their mesh.
@@ -103,7 +103,7 @@ ON_MESHES: dict[str, Callable[[], Any]] = {
     TENSOR_PARALLEL: beside_tensor_parallel,
     EXPERTS: experts_apart,
     REPLICAS: two_replicas,
-    COPIES: four_copies,
+    REPLICATED: four_replicated,
 }
 
 

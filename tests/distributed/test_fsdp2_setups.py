@@ -491,7 +491,7 @@ def test_a_model_is_attached_once_and_a_failed_start_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="attached already, with another block: call detach"):
         fsdp2.attach(model, "qwd", optimizer=optimizer)
     part = next(module for module in model.children() if isinstance(module, FSDPModule))
-    with pytest.raises(RuntimeError, match="attached already, as a part of a larger one"):
+    with pytest.raises(RuntimeError, match="attached already, as a part of a larger model"):
         fsdp2.attach(part, "qsdp", optimizer=optimizer)
     evaluated = sharded()
     fsdp2.attach(evaluated, "qsdp", optimizer=[])

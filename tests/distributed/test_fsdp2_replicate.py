@@ -313,7 +313,7 @@ def test_ranks_that_drift_apart_end_the_run() -> None:
 
 @on_ranks(4)
 def test_beside_tensor_parallelism_and_shards() -> None:
-    """Copies of one part of a model, shards of another one, both over the same ranks."""
+    """One part of a model is replicated, another one sharded, both over the same ranks."""
 
     def made() -> Any:
         model = Net()

@@ -14,6 +14,7 @@ from ds_quant.comm.node_rows import ShardRows
 from ds_quant.comm.transport import Pending
 from ds_quant.runtime import log
 from ds_quant.runtime.param import DECODED, EXACT
+from ds_quant.runtime.step_events import StepEvents
 from ds_quant.zero import checkpoint, fetch, optimizer_hooks, sharded_params
 from ds_quant.zero.engine import AttachedEngine
 from ds_quant.zero.node_messages import NodeMessages
@@ -57,6 +58,14 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     fake_fetch.node_shard.resync.assert_called_once_with()
     fake_replica.after_load.assert_called_once_with()
     assert logged == []
+
+
+def test_a_state_without_a_fallback_ends_full_precision() -> None:
+    """It was saved where no vote sends steps in full precision."""
+    run = rank_of("qsdp").run
+    run.state.exact_until = 12
+    assert StepEvents(run).load_state_dict({"step": 3}) == 3
+    assert run.state.exact_until == 0
 
 
 @pytest.mark.parametrize(

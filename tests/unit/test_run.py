@@ -15,7 +15,7 @@ from ds_quant.policy import in_words
 from ds_quant.runtime import run as run_module
 from ds_quant.runtime.figures import saved_bytes
 from ds_quant.runtime.run import Run, SchemeState, StockVolume
-from ds_quant.runtime.start_line import LineParts, summary
+from ds_quant.runtime.start_line import LineParts, full_line, summary
 from tests.world import SimulatedRank, World
 
 
@@ -96,9 +96,9 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
 # ---- the start-up lines ----
 
 
-def text_of(run: Run, *, period: str = "step") -> str:
-    """Return the start-up lines under a front that keeps memory and accumulates gradients."""
-    parts = LineParts(
+def parts_of(run: Run, *, period: str = "step") -> LineParts:
+    """Return the parts of a front that keeps memory and accumulates gradients."""
+    return LineParts(
         layout="ZeRO-3",
         volume=run.comm_volume(),
         stock=StockVolume(14.0, "bf16"),
@@ -108,7 +108,11 @@ def text_of(run: Run, *, period: str = "step") -> str:
         gradients="gradients are sent between nodes once per optimizer step",
         accumulates=True,
     )
-    return summary(run, parts)
+
+
+def text_of(run: Run, *, period: str = "step") -> str:
+    """Return the start-up lines."""
+    return summary(run, parts_of(run, period=period))
 
 
 @pytest.mark.parametrize("scheme", preset_names())
@@ -159,3 +163,5 @@ def test_a_single_rank_has_start_up_lines_in_every_scheme(scheme: str) -> None:
     made.engine.communication_data_type = torch.bfloat16
     text = text_of(made.run)
     assert text.startswith(f"quantized_comm: {scheme} on ZeRO-3, 1 node x 1 CPU process;")
+    whole = full_line(made.run, parts_of(made.run))
+    assert "extra memory" not in whole and "received per" not in whole

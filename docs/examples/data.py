@@ -14,6 +14,12 @@ def rows(count=512):
     return [{"input_ids": row, "labels": row.clone()} for row in tokens]
 
 
+def batch(samples, index, size=4):
+    """The batch of this index. After the last sample comes the first one again."""
+    chosen = [samples[place % len(samples)] for place in range(size * index, size * (index + 1))]
+    return {key: torch.stack([row[key] for row in chosen]) for key in chosen[0]}
+
+
 def model():
     """A Llama. Replace this by `AutoModelForCausalLM.from_pretrained(...)`."""
     from transformers import AutoModelForCausalLM, LlamaConfig

@@ -29,9 +29,8 @@ def main():
     samples = data.rows()[rank::world]
 
     def backward(micro_step):
-        chosen = samples[4 * micro_step : 4 * micro_step + 4]
-        batch = {key: torch.stack([row[key] for row in chosen]).to(device) for key in chosen[0]}
-        loss = model(**batch)
+        batch = data.batch(samples, micro_step)
+        loss = model(**{key: tensor.to(device) for key, tensor in batch.items()})
         (loss / MICRO_STEPS).backward()
         return loss.item()
 
@@ -45,7 +44,7 @@ def main():
         optimizer.zero_grad()
         if rank == 0 and (step + 1) % 5 == 0:
             print(f"step {step + 1}: loss {loss:.3f}", flush=True)
-    if rank == 0:
+    if rank == 0 and world > 1:
         report = ds_quant.report(model)
         received = sum(report["received_bytes"]["gradients"].values()) / 1e6
         full_precision = received + sum(report["saved_bytes"]["gradients"].values()) / 1e6

@@ -31,15 +31,14 @@ def main():
 
     samples = data.rows()[rank::world]
     for step in range(STEPS):
-        chosen = samples[4 * step : 4 * step + 4]
-        batch = {key: torch.stack([row[key] for row in chosen]).to(device) for key in chosen[0]}
-        loss = model(**batch)
+        batch = data.batch(samples, step)
+        loss = model(**{key: tensor.to(device) for key, tensor in batch.items()})
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step + 1) % 5 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
-    if rank == 0:
+    if rank == 0 and world > 1:
         report = ds_quant.report(model)
         for role, hops in report["received_bytes"].items():
             received = sum(hops.values()) / 1e6

@@ -23,11 +23,8 @@ def main():
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     samples = data.rows()[rank::world]
     for step in range(STEPS):
-        chosen = samples[4 * step : 4 * step + 4]
-        batch = {
-            key: torch.stack([row[key] for row in chosen]).to(engine.device) for key in chosen[0]
-        }
-        loss = engine(**batch).loss
+        batch = data.batch(samples, step)
+        loss = engine(**{key: tensor.to(engine.device) for key, tensor in batch.items()}).loss
         engine.backward(loss)
         engine.step()
         if rank == 0 and (step + 1) % 5 == 0:

@@ -181,7 +181,8 @@ def _names_tensors(run: Run, volume: ModelVolume) -> bool:
     """Return True if single tensors in full precision have a notable share of the bytes."""
     formats = in_words.formats(volume.routes, _weights_dtype(run))
     return (
-        "NOT" not in formats
+        run.topology.world > 1
+        and "NOT" not in formats
         and in_words.NOTHING != formats
         and volume.full_precision_share > _NOTABLE
     )

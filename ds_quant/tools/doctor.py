@@ -160,7 +160,7 @@ def version_check(name: str, version: str | None, supported: str) -> Check:
     if name == "python":
         install = f"use Python {supported}"
     if version is None and name == "deepspeed":
-        return Check(name, "not installed: FSDP2 only", details, install, NOTE)
+        return Check(name, "not installed: FSDP2 and DDP only", details, install, NOTE)
     if version is None:
         return Check(name, "not installed", details, install)
     if SpecifierSet(supported).contains(Version(version).base_version):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import needs
 from tests.distributed import harness
@@ -109,6 +111,31 @@ def test_ddp_trains_without_deepspeed(folder: Path) -> None:
     printed, _ = harness.run(_script, 2, str(folder), "ddp.py", environment=harness.OWN_GROUP)
     check_ddp(printed)
     check_bytes(printed, ("gradients",), least=5, most=8)
+
+
+@pytest.mark.parametrize("name", ["fsdp2.py", "ddp.py"])
+def test_one_process_trains_and_speaks_of_no_bytes(folder: Path, name: str) -> None:
+    (printed,) = harness.run(_script, 1, str(folder), name, environment=harness.OWN_GROUP)
+    assert len(losses(printed)) == 4 and losses(printed)[-1] < 1.2, printed
+    assert "single rank: nothing to communicate" in printed
+    assert "NOT compressed" not in printed and "times fewer" not in printed
+
+
+@pytest.mark.parametrize("world", [1, 8, 64])
+def test_the_samples_of_a_rank_last_for_any_number_of_batches(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    data = importlib.import_module("data")
+    monkeypatch.delitem(sys.modules, "data")
+    samples = data.rows()[world - 1 :: world]
+    batches = [data.batch(samples, index) for index in range(40)]
+    assert {tuple(batch["labels"].shape) for batch in batches} == {(4, data.LENGTH)}
+    rows = torch.cat([batch["input_ids"] for batch in batches])
+    assert torch.equal(
+        rows[: len(samples)], torch.stack([row["input_ids"] for row in samples])[:160]
+    )
+    assert torch.equal(rows[-1], samples[159 % len(samples)]["input_ids"])
 
 
 @pytest.mark.parametrize(

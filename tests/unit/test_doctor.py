@@ -70,7 +70,7 @@ VERDICTS: list[tuple[Callable[[], Check], str, str, str, dict[str, Any]]] = [
     ),
     (partial(version, "0.20.0"), "not supported", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
     (partial(version, "0.17.5"), "not supported", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
-    (partial(version, None), "not installed: FSDP2 only", NOTE, "'deepspeed>=0.17.6,<0.20'", {}),
+    (partial(version, None), "FSDP2 and DDP only", NOTE, "'deepspeed>=0.17.6,<0.20'", {}),
     (partial(doctor.version_check, "torch", None, ">=2.5"), "not installed", PROBLEM, "torch", {}),
     (doctor.entry_point, "off: DS_QUANT_DISABLE=1", PROBLEM, "unset", {"DS_QUANT_DISABLE": "1"}),
     (doctor.entry_point, "by import only: TORCH_DEVICE", WARNING, "unset",

@@ -11,9 +11,11 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lab
 import pytest
 import torch
 
@@ -259,6 +261,40 @@ def test_two_hosts_train_with_torchrun(folder: Path, name: str) -> None:
     arguments = command.replace("host1:29500", f"127.0.0.1:{free_port()}").split()
     launch = [sys.executable, "-m", "torch.distributed.run", *arguments, name]
     trained_on_two_hosts([launch, launch], folder)
+
+
+@pytest.fixture
+def two_machines() -> Iterator[lab.Lab]:
+    """Two hosts in network namespaces, each of which takes its own name for 127.0.1.1."""
+    missing = lab.obstacle()
+    if missing is not None:
+        pytest.skip(missing)
+    settings = [Path(f"/etc/netns/{lab.PREFIX}-{host}") for host in range(2)]
+    for host, path in enumerate(settings):  # ip netns exec mounts its files below /etc
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 host{host + 1}\n", "utf-8")
+    try:
+        with lab.Lab(2) as machines:
+            yield machines
+    finally:
+        for path in settings:
+            shutil.rmtree(path)
+
+
+@pytest.mark.alone
+def test_machines_that_take_their_own_names_for_the_loopback_train_with_addresses(
+    folder: Path, two_machines: lab.Lab
+) -> None:
+    page = (EXAMPLES.parent / "install.md").read_text("utf-8")
+    commands = []
+    for host, options in enumerate(re.findall(r"^torchrun (--nnodes .*) ddp\.py  ", page, re.M)):
+        for number in (0, 1):
+            options = options.replace(f"10.0.0.{number + 1}", two_machines.address(number))
+        launch = [sys.executable, "-m", "torch.distributed.run", *options.split(), "ddp.py"]
+        named = ["unshare", "--uts", "sh", "-c", f'hostname host{host + 1}; exec "$@"', "sh"]
+        commands.append(two_machines.command(host, [*named, *launch]))
+    assert len(commands) == 2
+    trained_on_two_hosts(commands, folder, GLOO_SOCKET_IFNAME=lab.INTERFACE)
 
 
 @pytest.mark.slow

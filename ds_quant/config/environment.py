@@ -57,7 +57,9 @@ def read(source: str) -> object:
         return {"scheme": source}
     try:
         text = source if source.startswith("{") else Path(source).read_text("utf-8")
-        block = json.loads(text)
+        block = json.loads(text, object_pairs_hook=without_duplicates)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         similar = did_you_mean(source, preset_names())
@@ -67,8 +69,23 @@ def read(source: str) -> object:
             "the path of a file that holds one, or the name of a preset"
         ) from None
     if isinstance(block, dict) and KEY in block:
+        if problems := misplaced_block(block):
+            raise ConfigError(*problems)
         return block[KEY]
     return block
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON of its keys and values.
+
+    Raises:
+        ConfigError: a key is set twice.
+    """
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"{', '.join(duplicates)}: set twice in one object")
+    return dict(pairs)
 
 
 def block_of(
@@ -96,10 +113,9 @@ def block_of(
             source = read(str(source))
         if isinstance(source, Mapping):
             source = dict(source)
-            if KEY in source:
-                source = source[KEY]
-            elif problems := misplaced_block(source):
+            if problems := misplaced_block(source):
                 raise ConfigError(*problems)
+            source = source.get(KEY, source)
         config = schema.parse_block(source, load_codecs=load_codecs)
     except ConfigError as error:
         if not origin:

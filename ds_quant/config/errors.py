@@ -27,6 +27,8 @@ _UNSUPPORTED = {
     f"{KEY}.weights has {key}: leave {key} out here"
     for key in ("levels", "level_steps", "level_rate")
 }
+# Keys of a block that no DeepSpeed config has.
+_KEYS_OF_A_SCHEME = ("scheme", "weights", "gradients")
 # Keys that the user's own codec replaces.
 _CODEC_KEYS = ("bits", "group_size", "range", "rounding", "levels")
 # Keys of learned levels.
@@ -47,8 +49,10 @@ class ConfigError(ValueError):
             super().__init__(f"{len(problems)} mistakes:{lines}")
 
 
-class UnsupportedModel(ValueError):
-    """A setting of FSDP2 or DDP that the block cannot serve."""
+class AttachError(ValueError):
+    """An argument of ``attach`` that cannot be served: a model, an optimizer, or a second call that
+    differs from the first.
+    """
 
 
 def path_of(location: Location) -> str:
@@ -78,13 +82,29 @@ def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = 0.55) 
     return by_spelling[matches[0]] if matches else None
 
 
+def differences(
+    first: Mapping[str, Any], other: Mapping[str, Any], *, of: str, prefix: str = ""
+) -> Iterator[str]:
+    """Yield the values of ``other`` that differ, as "seed=1 (rank 0: 0)". of: names ``first``."""
+    # The scheme first, from which most other differences follow.
+    for key in sorted({*first, *other}, key=lambda key: (key != "scheme", key)):
+        expected, actual = first.get(key), other.get(key)
+        if isinstance(expected, dict) and isinstance(actual, dict):
+            yield from differences(expected, actual, of=of, prefix=f"{prefix}{key}.")
+        elif expected != actual:
+            yield f"{prefix}{key}={show(actual)} ({of}: {show(expected)})"
+
+
 def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
-    """Return one sentence per block that is misspelt or not at the top level.
+    """Return one sentence per block that is misspelt or not at the top level, and per key of a
+    block that stands beside it.
 
     DeepSpeed would ignore or reject these without naming the block.
     """
     problems = []
     for key, value in param_dict.items():
+        if KEY in param_dict and key in _KEYS_OF_A_SCHEME:
+            problems.append(f"{key}={show(value)}: move {key} into {KEY}")
         # 0.75 also catches "quantized_communication"; DeepSpeed's own keys reach 0.6 at most.
         if key != KEY and isinstance(key, str) and did_you_mean(key, [KEY], cutoff=0.75):
             problems.append(f"{key}={show(value)}: unknown key: did you mean {KEY}?")

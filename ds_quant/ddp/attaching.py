@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
 from ds_quant.config import environment
-from ds_quant.config.errors import KEY, UnsupportedModel
+from ds_quant.config.errors import KEY, AttachError
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp import hook as hooks
 from ds_quant.ddp.model import STAGE, AttachedModel, reduced_parameters
@@ -51,10 +51,10 @@ def attach(
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
-        UnsupportedModel: a setting of DDP that cannot work, before any collective.
-        TypeError: a model without a ``DistributedDataParallel``, or with several.
+        AttachError: a setting of DDP that cannot work, such as another communication hook; a model
+            without a ``DistributedDataParallel``, or with several; a second call with another
+            block. Before any collective.
         StartError: ranks with other settings or without this call, or an error of another rank.
-        RuntimeError: the model has another communication hook, or is attached with another block.
     """
     shorten_messages()
     with refusal_of_this_rank():
@@ -64,14 +64,18 @@ def attach(
         ddp = _ddp_of(model)
         attached = front_of(ddp)
         if attached is not None:
-            return _attached_again(attached, config, optimizer)
-        refuse_unsupported(ddp)
-        refusals.refuse_block(config, stage=STAGE, world=dist.get_world_size())
-        if not any(reduced_parameters(ddp)):
-            return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
+            _refuse_another_block(attached, config)
+        else:
+            refuse_unsupported(ddp)
+            refusals.refuse_block(config, stage=STAGE, world=dist.get_world_size())
+            if not any(reduced_parameters(ddp)):
+                return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
         hook = hooks.find(ddp) or hooks.register(ddp)
     facts = model_facts("ddp", ddp.module)
     node_size = handshake(config, facts=facts, device=ddp.device, call="ds_quant.ddp.attach")
+    if attached is not None:
+        _follow(attached, optimizer)
+        return attached
     topology = Topology(world=dist.get_world_size(), node_size=node_size)
     make = partial(AttachedModel, ddp, hook, topology, config)
     front = tuned_front(config, make)
@@ -83,21 +87,17 @@ def attach(
     return front
 
 
-def _attached_again(
-    front: AttachedModel, config: QuantizedCommConfig, optimizer: Optimizer | None
-) -> AttachedModel:
-    """Return the front of an attached model, after it has begun to follow a new optimizer.
+def _refuse_another_block(attached: AttachedModel, config: QuantizedCommConfig) -> None:
+    """Refuse a second call with another block.
 
     Raises:
-        RuntimeError: it was attached with another block.
+        AttachError
     """
-    if front.block != config:
-        raise RuntimeError(
-            f"{KEY}: this model is attached already, with another block: call detach() of its "
-            "front first"
+    difference = attached.block.difference(config)
+    if difference is not None:
+        raise AttachError(
+            f"{KEY}: this model is attached already, {difference}: call detach() of its front first"
         )
-    _follow(front, optimizer)
-    return front
 
 
 def _follow(front: AttachedModel, optimizer: Optimizer | None) -> None:
@@ -136,7 +136,7 @@ def _ddp_of(model: object) -> DistributedDataParallel:
     """Return the DDP model that a module is or holds.
 
     Raises:
-        TypeError: it is or holds none, or several.
+        AttachError: it is or holds none, or several.
     """
     if isinstance(model, DistributedDataParallel):
         return model
@@ -146,7 +146,7 @@ def _ddp_of(model: object) -> DistributedDataParallel:
     if len(found) == 1:
         return found[0]
     problem = "it holds several" if found else "it is none and holds none"
-    raise TypeError(
+    raise AttachError(
         f"{KEY}: model={type(model).__name__}: allowed: a DistributedDataParallel, or a module "
         f"that holds one; {problem}. Wrap the model first (Trainer: trainer.model_wrapped, "
         "Lightning: trainer.strategy.model); call attach once for each of several; of an FSDP2 "
@@ -158,7 +158,7 @@ def refuse_unsupported(ddp: DistributedDataParallel) -> None:
     """Refuse settings of DDP that cannot work, from facts that all ranks share.
 
     Raises:
-        UnsupportedModel: naming each setting and the way out.
+        AttachError: naming each setting and the way out.
     """
     problems: list[str] = []
     if ddp.mixed_precision is not None:
@@ -184,4 +184,4 @@ def refuse_unsupported(ddp: DistributedDataParallel) -> None:
             f"{sparse[0]}: sparse=True: DDP gives a hook no sparse gradients: set sparse=False"
         )
     if problems:
-        raise UnsupportedModel("; ".join(f"{KEY}: {problem}" for problem in problems))
+        raise AttachError("; ".join(f"{KEY}: {problem}" for problem in problems))

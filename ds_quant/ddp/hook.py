@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_quant.config.errors import KEY
+from ds_quant.config.errors import KEY, AttachError
 
 
 class Reducer(Protocol):
@@ -68,13 +68,13 @@ def register(model: DistributedDataParallel) -> Hook:
     """Give the model its hook, without a reducer.
 
     Raises:
-        RuntimeError: it has another hook.
+        AttachError: it has another hook.
     """
     hook = Hook()
     try:
         model.register_comm_hook(hook, reduce_bucket)
     except RuntimeError as error:
-        raise RuntimeError(
+        raise AttachError(
             f"{KEY}: this model has a communication hook already, and DDP takes one: leave out "
             "the other one: register_comm_hook, DDPStrategy(ddp_comm_hook=), mixed_precision=, an "
             f"optimizer that steps in backward, or the overlap of ZeroRedundancyOptimizer ({error})"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import PlacementError
 from ds_quant.config import environment
-from ds_quant.config.errors import KEY, ConfigError, UnsupportedModel, show
+from ds_quant.config.errors import KEY, AttachError, ConfigError, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.fsdp2 import torch_names
@@ -68,10 +68,10 @@ def attach(
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
-        UnsupportedModel: a setting of ``fully_shard`` that cannot work, before any collective.
-        TypeError, ValueError: an optimizer that is none, or of another model.
+        AttachError: a setting of ``fully_shard`` that cannot work; an optimizer that is none or of
+            another model; a second call with another block, or the first with an optimizer. Before
+            any collective.
         StartError: ranks with other settings or without this call, or an error of another rank.
-        RuntimeError: the model is attached already, with another block or without an optimizer.
     """
     shorten_messages()
     with refusal_of_this_rank():
@@ -80,9 +80,6 @@ def attach(
             return InactiveFront(environment.reason_of_no_block(block))
         optimizers = optimizers_of(optimizer)
         arguments = AttachArguments.of(model, config, optimizers)
-        attached = front_of(model)
-        if attached is not None:
-            return _attached_again(attached, arguments, model, optimizers)
         meshes = _meshes(model)
         if meshes is None:
             return InactiveFront(
@@ -90,37 +87,20 @@ def attach(
                 "is quantized"
             )
     with refusal_of_this_rank(meshes.ranks):
-        _refuse(config, meshes)
-        refuse_unsupported(model)
+        attached = front_of(model)
+        if attached is None:
+            _refuse(config, meshes)
+            refuse_unsupported(model)
+        else:
+            _refuse_difference(attached, arguments)
         _refuse_optimizers(model, optimizers)
     ranks = _shake_hands(model, config, meshes)
+    if attached is not None:
+        attached.follow(optimizers)
+        return attached
     front = tuned_front(config, partial(AttachedModel, model, ranks))
     _begin(front, has_optimizer=bool(optimizers))
     front.connect(model, optimizers, arguments)
-    return front
-
-
-def _attached_again(
-    front: AttachedModel,
-    arguments: AttachArguments,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-) -> AttachedModel:
-    """Return the front of an attached model, after it has begun to follow more optimizers.
-
-    Raises:
-        RuntimeError: it was attached with another block, without an optimizer, as a part of a
-            larger model, or in part.
-        ValueError: an optimizer of another model.
-    """
-    assert front.arguments is not None, "a model has the front once it is connected"
-    difference = front.arguments.difference(arguments)
-    if difference is not None:
-        raise RuntimeError(
-            f"{KEY}: this model is attached already, {difference}: call detach() of its front first"
-        )
-    _refuse_optimizers(model, optimizers)
-    front.follow(optimizers)
     return front
 
 
@@ -128,10 +108,10 @@ def _meshes(model: nn.Module) -> Meshes | None:
     """Return the meshes of a model; None if ``fully_shard`` has found no parameters.
 
     Raises:
-        UnsupportedModel: the model holds no FSDPModule, or a mesh cannot be served.
+        AttachError: the model holds no FSDPModule, or a mesh cannot be served.
     """
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UnsupportedModel(
+        raise AttachError(
             f"{KEY}: {type(model).__name__} holds no module that fully_shard was called on: call "
             "fully_shard before ds_quant.fsdp2.attach"
         )
@@ -320,16 +300,31 @@ def _refuse_full_replica(
             )
 
 
+def _refuse_difference(attached: AttachedModel, arguments: AttachArguments) -> None:
+    """Refuse a second call that cannot return the front of the first one.
+
+    Raises:
+        AttachError: the first call had another block, no optimizer, a part of this model, or a
+            model of which this is a part.
+    """
+    assert attached.arguments is not None, "a model has the front once it is connected"
+    difference = attached.arguments.difference(arguments)
+    if difference is not None:
+        raise AttachError(
+            f"{KEY}: this model is attached already, {difference}: call detach() of its front first"
+        )
+
+
 def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that hold no parameter of the model.
 
     Raises:
-        ValueError
+        AttachError
     """
     known = {id(parameter) for parameter in sharded_parameters(model)}
     for optimizer in optimizers:
         if not any(id(parameter) in known for parameter in parameters_of(optimizer)):
-            raise ValueError(
+            raise AttachError(
                 f"{KEY}: optimizer={type(optimizer).__name__} holds none of the model's "
                 "parameters, so its steps would not move the model: make it after fully_shard, "
                 "which replaces the parameters, or give that of this model"

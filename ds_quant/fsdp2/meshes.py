@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ds_quant.config.errors import KEY, UnsupportedModel
+from ds_quant.config.errors import KEY, AttachError
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.torch_names import ParamGroup
 
 
-def unsupported(name: str, setting: str, way_out: str) -> UnsupportedModel:
+def unsupported(name: str, setting: str, way_out: str) -> AttachError:
     """Return the error of a module, given by its name, with a setting that cannot be served."""
-    return UnsupportedModel(f"{KEY}: module {name or '(root)'} has {setting}: {way_out}")
+    return AttachError(f"{KEY}: module {name or '(root)'} has {setting}: {way_out}")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -117,7 +117,7 @@ def meshes_of(groups: Iterable[tuple[str, ParamGroup]]) -> Meshes | None:
     """Return the meshes of parameter groups, each with the name of its module; None without any.
 
     Raises:
-        UnsupportedModel: meshes that no mesh of the model joins.
+        AttachError: meshes that no mesh of the model joins.
     """
     found: dict[tuple[tuple[int, ...], int], Mesh] = {}
     joined: dict[tuple[int, ...], Sequence[ProcessGroup]] = {}  # by ascending ranks

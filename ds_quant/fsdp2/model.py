@@ -82,11 +82,9 @@ class AttachArguments:
         """Return the reason why a second call cannot return the front of this one, or None."""
         if second.groups != self.groups:
             return "as a part of a larger model, or in part"
-        if second.block != self.block:
-            return "with another block"
         if second.has_optimizer and not self.has_optimizer:
             return "without an optimizer"
-        return None
+        return self.block.difference(second.block)
 
 
 class AttachedModel:
@@ -347,7 +345,7 @@ class AttachedModel:
         if waiting:
             raise RuntimeError(
                 f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as "
-                f"{waiting[0]}, are summed inside their nodes only: call "
+                f"{waiting[0]}, have not been reduced over all ranks: call "
                 "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
                 "called it, before the last backward of a step; or drop the gradients with "
                 f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'

@@ -213,7 +213,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     """Refuse settings of ``fully_shard`` that the collectives cannot serve.
 
     Raises:
-        UnsupportedModel: naming the module, the setting and the way out.
+        AttachError: naming the module, the setting and the way out.
     """
     for name, _, group in groups_of(model):
         if not torch_names.uses_torch_collectives(group):

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_quant.comm.topology import PlacementError, host_name, launched_size, place
 from ds_quant.config.environment import KILL_VARIABLE
-from ds_quant.config.errors import KEY, show
+from ds_quant.config.errors import KEY, differences
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.kernels import dispatch
 from ds_quant.runtime import log
@@ -146,32 +146,20 @@ def disagreement(cards: Sequence[Card]) -> str:
     """Name the ranks that differ from rank 0, by their differences; "" if none does."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, card in enumerate(cards):
-        differences = tuple(_differences(cards[0]["versions"], card.get("versions", {})))
-        if not differences:  # settings of another version may have other keys
-            differences = tuple(
-                _differences(cards[0]["block"], card.get("block", {}), prefix=f"{KEY}.")
-            )
-        if differences:
-            groups.setdefault(differences, []).append(rank)
+        found = differences(cards[0]["versions"], card.get("versions", {}), of="rank 0")
+        differing = tuple(found)
+        if not differing:  # settings of another version may have other keys
+            blocks = cards[0]["block"], card.get("block", {})
+            differing = tuple(differences(*blocks, of="rank 0", prefix=f"{KEY}."))
+        if differing:
+            groups.setdefault(differing, []).append(rank)
     if not groups:
         return ""
     named_groups = [
-        f"{named(ranks)}: {', '.join(differences)}" for differences, ranks in groups.items()
+        f"{named(ranks)}: {', '.join(differing)}" for differing, ranks in groups.items()
     ]
     advice = "ranks disagree; install the same ds_quant everywhere and use one config. "
     return advice + "; ".join(named_groups[:_SHOWN])
-
-
-def _differences(
-    first: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
-    # The scheme first, from which most other differences follow.
-    for key in sorted({*first, *other}, key=lambda key: (key != "scheme", key)):
-        expected, actual = first.get(key), other.get(key)
-        if isinstance(expected, dict) and isinstance(actual, dict):
-            yield from _differences(expected, actual, f"{prefix}{key}.")
-        elif expected != actual:
-            yield f"{prefix}{key}={show(actual)} (rank 0: {show(expected)})"
 
 
 def mixed_kernels(cards: Sequence[Card]) -> list[str]:

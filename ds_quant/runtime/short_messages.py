@@ -13,18 +13,20 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
 import torch
 from torch.distributed import PrefixStore
 
-from ds_quant.config.errors import ConfigError, UnsupportedModel
-from ds_quant.runtime.handshake import StartError, plugin_store, wait_for_keys
+from ds_quant.config.errors import AttachError, ConfigError
+from ds_quant.runtime.handshake import StartError, plugin_store
 
-_SHORT = (ConfigError, StartError, UnsupportedModel)
+_SHORT = (ConfigError, StartError, AttachError)
 _PATIENCE = 3.0  # seconds that ranks which fail together wait for each other
+_PAUSE = 0.05  # seconds between two questions to the store
 
 
 def shorten_messages() -> None:
@@ -52,17 +54,32 @@ def _print_short(
         store.set("printed", "")
         # This process may hold the store: wait for its readers.
         readers = range(1, torch.distributed.get_world_size())
-        wait_for_keys(store, [f"read/{rank}" for rank in readers], _PATIENCE)
+        _poll(store, [f"read/{rank}" for rank in readers])
     else:
         rank = torch.distributed.get_rank()
         store = _store_of_error(error)
-        printed = wait_for_keys(store, ["printed"], _PATIENCE)
+        printed = _poll(store, ["printed"])
         with suppress(RuntimeError):  # the store is gone with rank 0
             store.set(f"read/{rank}", "")
         if printed:
             print(f"rank {rank} ends: see the message of rank 0", file=sys.stderr, flush=True)
         else:
             _print_error(kind, error, rank=rank)
+
+
+def _poll(store: PrefixStore, keys: Sequence[str]) -> bool:
+    """Return True if all keys are set within ``_PATIENCE``.
+
+    ``store.wait`` would print warnings of torch between the messages.
+    """
+    end = time.monotonic() + _PATIENCE
+    with suppress(RuntimeError):  # the store is gone with the rank that held it
+        while not store.check(list(keys)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_PAUSE)
+        return True
+    return False
 
 
 def _store_of_error(error: BaseException) -> PrefixStore:

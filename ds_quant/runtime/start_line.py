@@ -209,8 +209,7 @@ def full_line(run: Run, front: LineParts) -> str:
 def _advice_and_notices(run: Run, front: LineParts) -> list[str]:
     """Return a sentence each."""
     sentences: list[str] = []
-    if run.scheme.name == "hybrid" and run.topology.nodes > 1 and not run.routes.replicas:
-        sentences.append('advice: scheme "lossless" is also exact and sends less')
+    sentences += _advised_lossless(run, front)
     sentences += front.reasons
     sentences += _advised(front.volume, run.comm_volume, micro_steps=run.workload.micro_steps)
     sentences += run.notices
@@ -327,6 +326,19 @@ def weights_stay(comm_volume: ModelVolume) -> bool:
     compresses = routes.scheme.weights is not None or routes.scheme.lossless
     route = routes.weights(dtype=torch.bfloat16)
     return compresses and routes.ranks > 1 and route.is_full_precision
+
+
+def _advised_lossless(run: Run, front: LineParts) -> list[str]:
+    """Name the scheme that is exact, too, where it sends less than ``hybrid``."""
+    if run.scheme.name != "hybrid" or run.topology.nodes == 1:
+        return []
+    stage = run.routes.stage
+    own_bytes = front.volume.step_bytes(stage, micro_steps=front.micro_steps)
+    lossless = run.comm_volume(parse_block({"scheme": "lossless"}).to_scheme())
+    lossless_bytes = lossless.step_bytes(stage, micro_steps=front.micro_steps)
+    if lossless_bytes >= own_bytes:
+        return []
+    return ['advice: scheme "lossless" is also exact and sends less']
 
 
 def _advised(

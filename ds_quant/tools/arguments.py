@@ -25,9 +25,14 @@ def count(value: str) -> int:
     At most 1e15: more than any model has parameters or any cluster ranks.
     """
     power = _POWERS.get(value[-1:].lower())
-    number = positive(value if power is None else f"{value[:-1]}e{power}")
-    if number != int(number) or number > 1e15:
-        raise ArgumentTypeError(f"{value!r}: allowed: whole numbers from 1 to 1e15")
+    try:
+        number = float(value if power is None else f"{value[:-1]}e{power}")
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= 1e15 or number != int(number):
+        raise ArgumentTypeError(
+            f"{value!r}: allowed: whole numbers from 1 to 1e15, also as 7e9 or 7b"
+        )
     return int(number)
 
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ds_quant.config.schema import ConfigError
+from ds_quant.config.environment import without_duplicates
+from ds_quant.config.errors import ConfigError
 
 # Errors that wrong files and values raise. They are shown in one line; other errors are bugs.
 MISTAKES = (OSError, ValueError, RecursionError, OverflowError)
@@ -49,18 +50,10 @@ def load(path: Path) -> dict[str, Any]:
             "YAML, and DeepSpeed reads JSON: write it in braces; of accelerate's YAML give "
             "the file that deepspeed_config_file names"
         )
-    config = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    config = hjson.loads(text, object_pairs_hook=without_duplicates)
     if not isinstance(config, dict):
         raise ConfigError("a DeepSpeed config is an object in braces")
     return config
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise ConfigError(f"{', '.join(duplicates)}: set twice in one object")
-    return dict(pairs)
 
 
 def not_plain_json(path: Path) -> list[str]:

@@ -72,16 +72,15 @@ def _validate(path: Path | None, arguments: argparse.Namespace) -> int:
 
 def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     """Describe the block of a file. Raises ``ConfigError`` where start-up would."""
+    if arguments.front in ("fsdp2", "ddp"):
+        return _report_of_block(path, arguments.front, arguments)
     param_dict = load(path)
-    is_block_alone = _is_block_alone(param_dict)
-    front = arguments.front or ("fsdp2" if is_block_alone else "zero")
-    if front != "zero":
-        config = environment.block_of(path, load_codecs=arguments.load_codecs)
-        return _report_of_block(str(path), config, front, arguments)
-    if is_block_alone:
-        raise ConfigError(
-            f"a block alone: allowed with --front zero: a DeepSpeed config with the key {KEY}"
-        )
+    if _is_block_alone(param_dict):
+        if arguments.front == "zero":
+            raise ConfigError(
+                f"a block alone: allowed with --front zero: a DeepSpeed config with the key {KEY}"
+            )
+        return _report_of_block(path, "fsdp2", arguments)
     config = _read_block(param_dict, arguments)
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
@@ -152,14 +151,13 @@ def _report_of_variable(arguments: argparse.Namespace) -> list[str]:
     front = arguments.front or "fsdp2"
     if front == "zero":
         raise ConfigError(f"{VARIABLE} alone: allowed with --front zero: a DeepSpeed config, too")
-    config = environment.block_of(None, load_codecs=arguments.load_codecs)
-    return _report_of_block(VARIABLE, config, front, arguments)
+    return _report_of_block(None, front, arguments)
 
 
-def _report_of_block(
-    source: str, config: QuantizedCommConfig | None, front: str, arguments: argparse.Namespace
-) -> list[str]:
-    """Describe a block for FSDP2, in bf16, or for DDP, in fp32."""
+def _report_of_block(path: Path | None, front: str, arguments: argparse.Namespace) -> list[str]:
+    """Describe the block of a file, or of the variable, for FSDP2 in bf16 or for DDP in fp32."""
+    source = VARIABLE if path is None else str(path)
+    config = environment.block_of(path, load_codecs=arguments.load_codecs)
     if config is None:
         return [f"{source}: {KEY} is disabled"]
     stage, dtype = (3, torch.bfloat16) if front == "fsdp2" else (0, torch.float32)

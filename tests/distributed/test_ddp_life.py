@@ -23,6 +23,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import ds_quant
 from ds_quant import ddp
+from ds_quant.config.errors import AttachError
 from ds_quant.ddp import gradients as ddp_gradients
 from ds_quant.ddp import model as ddp_model
 from ds_quant.runtime.handshake import StartError
@@ -67,7 +68,7 @@ def received(run: Run) -> float:
 def test_a_second_attach_returns_the_front_and_another_block_is_refused() -> None:
     run = attached()
     assert ddp.attach(run.model, dict(EDEN4)) is run.front
-    with pytest.raises(RuntimeError, match=r"attached already, with another block: call detach"):
+    with pytest.raises(AttachError, match=r'another block: .*scheme="qsdp" \(in the first call: '):
         ddp.attach(run.model, "qsdp")
     assert run.front.run.scheme.name == "eden4"
 
@@ -190,10 +191,10 @@ def test_models_that_cannot_be_served_are_refused_by_name() -> None:
     refuse("table: sparse=True: .* set sparse=False", ValueError, Sparse)
     own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     refuse("allowed: all 2 ranks of the job", ValueError, Net, process_group=own)
-    with pytest.raises(TypeError, match="Net: allowed: a DistributedDataParallel.*it is none"):
+    with pytest.raises(AttachError, match="Net: allowed: a DistributedDataParallel.*it is none"):
         ddp.attach(Net(), "eden4")
     several = nn.ModuleList(DistributedDataParallel(Net()) for _ in range(2))
-    with pytest.raises(TypeError, match="it holds several"):
+    with pytest.raises(AttachError, match="it holds several"):
         ddp.attach(several, "eden4")
 
 
@@ -201,7 +202,7 @@ def test_models_that_cannot_be_served_are_refused_by_name() -> None:
 def test_a_second_hook_is_refused_by_name() -> None:
     model = DistributedDataParallel(Net())
     model.register_comm_hook(None, fp16_compress_hook)
-    with pytest.raises(RuntimeError, match=r"has a communication hook already.*ddp_comm_hook="):
+    with pytest.raises(AttachError, match=r"has a communication hook already.*ddp_comm_hook="):
         ddp.attach(model, "eden4")
     run = attached()
     with pytest.raises(RuntimeError, match="can only be called once"):  # torch's own words
@@ -239,10 +240,12 @@ def test_an_error_of_one_rank_ends_all_at_once(mistaken: int) -> None:
     model = DistributedDataParallel(Net())
     block = {**EDEN4, "handshake_timeout": 600}
     if dist.get_rank() == mistaken:
-        with pytest.raises(TypeError, match="allowed: a DistributedDataParallel"):
+        with pytest.raises(AttachError, match="allowed: a DistributedDataParallel"):
             ddp.attach(Net(), block)
     else:
-        with pytest.raises(StartError, match=f"rank {mistaken} stopped: TypeError: .*Net: allowed"):
+        with pytest.raises(
+            StartError, match=f"rank {mistaken} stopped: AttachError: .*Net: allowed"
+        ):
             ddp.attach(model, block)
     front = ddp.attach(model, block)
     three_steps(Run(model, sgd(model.parameters()), front))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
+from ds_quant.config.errors import AttachError
 from ds_quant.runtime.handshake import StartError
 from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import heard
@@ -163,7 +164,7 @@ def test_an_attach_between_a_forward_and_its_backward_is_named() -> None:
 @on_ranks(1)
 def test_the_optimizer_is_asked_for_by_name() -> None:
     model = sharded(new_model())
-    with pytest.raises(TypeError, match=r"optimizer=None: allowed: .* or \[\] for a model"):
+    with pytest.raises(AttachError, match=r"optimizer=None: allowed: .* or \[\] for a model"):
         fsdp2.attach(model, "qsdp")
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -142,8 +142,48 @@ def test_a_mistake_is_told_once_under_every_front(front: str) -> None:
     assert first == f"StartError: quantized_comm: rank 1 stopped: ConfigError: {sentence}"
     assert second == f"ConfigError on rank 1: {sentence}"
     first, second = run(told_of_attach, 2, front, [None, None])
-    assert first.startswith("UnsupportedModel: quantized_comm: ")
+    assert first.startswith("AttachError: quantized_comm: ")
     assert first.count("\n") == 1 and second == SHORT
+
+
+def told_of_arguments(front: str, mistake: str) -> str:
+    """What this rank prints of an argument other than the block."""
+    sys.excepthook = sys.__excepthook__
+    model: nn.Module = nn.Linear(8, 8)
+    trained = model if mistake != "another optimizer" else nn.Linear(8, 8)
+    if mistake != "not wrapped":
+        model = fully_shard(model) if front == "fsdp2" else DistributedDataParallel(model)
+    attach = fsdp2.attach if front == "fsdp2" else ddp.attach
+    call = partial(attach, model, optimizer=torch.optim.SGD(trained.parameters()))
+    if mistake in ("not wrapped", "another optimizer"):
+        return printed_by(lambda: call(QSDP))
+    call(QSDP)
+    is_mistaken = mistake == "another block" or torch.distributed.get_rank() == 1
+    return printed_by(lambda: call({**QSDP, "seed": 1} if is_mistaken else QSDP))
+
+
+MISTAKES = [
+    ("fsdp2", "not wrapped", "holds no module that fully_shard was called on"),
+    ("ddp", "not wrapped", "model=Linear: allowed: a DistributedDataParallel"),
+    ("fsdp2", "another optimizer", "holds none of the model's parameters"),
+    ("fsdp2", "another block", "another block: quantized_comm.seed=1 (in the first call: 0): call"),
+    ("ddp", "another block", "another block: quantized_comm.seed=1 (in the first call: 0): call"),
+]
+
+
+@pytest.mark.parametrize(("front", "mistake", "said"), MISTAKES)
+def test_a_wrong_argument_of_attach_is_told_once(front: str, mistake: str, said: str) -> None:
+    first, second = run(told_of_arguments, 2, front, mistake)
+    assert first.startswith("AttachError: quantized_comm: ") and said in first
+    assert first.count("\n") == 1 and second == SHORT
+
+
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+def test_another_block_on_one_rank_in_a_second_call_ends_all_ranks(front: str) -> None:
+    first, second = run(told_of_arguments, 2, front, "another block on one rank")
+    assert first.startswith("StartError: quantized_comm: rank 1 stopped: AttachError: ")
+    assert second.startswith("AttachError on rank 1: ")
+    assert "another block: quantized_comm.seed=1 (in the first call: 0)" in first and second
 
 
 def test_ranks_that_disagree_are_told_once() -> None:

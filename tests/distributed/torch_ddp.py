@@ -100,7 +100,7 @@ def _attach_before_forward(fronts: list[Any]) -> None:
     fronts: gets the front of each model, or the words of the refusal.
     """
     from ds_quant import ddp
-    from ds_quant.config.errors import UnsupportedModel
+    from ds_quant.config.errors import AttachError
 
     model_class: Any = DistributedDataParallel
     forward = model_class.forward
@@ -113,7 +113,7 @@ def _attach_before_forward(fronts: list[Any]) -> None:
         seen.add(model)
         try:
             fronts.append(ddp.attach(model, dict(BLOCK)))
-        except (RuntimeError, UnsupportedModel) as error:
+        except (RuntimeError, AttachError) as error:
             if "quantized_comm: " not in str(error):
                 raise
             fronts.append(str(error))

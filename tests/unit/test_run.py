@@ -165,3 +165,16 @@ def test_a_single_rank_has_start_up_lines_in_every_scheme(scheme: str) -> None:
     assert text.startswith(f"quantized_comm: {scheme} on ZeRO-3, 1 node x 1 CPU process;")
     whole = full_line(made.run, parts_of(made.run))
     assert "extra memory" not in whole and "received per" not in whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lossless_is_advised_where_it_sends_less_than_hybrid(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in fp32 are sent whole by both."""
+    module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 64, dtype=dtype))})
+    made = World(2, 2, module=module, stage=3, scheme="hybrid").ranks[0]
+    made.engine.communication_data_type = torch.bfloat16
+    monkeypatch.setattr(made.run, "peak_bytes", lambda volume: 34.5e9)
+    advice = 'advice: scheme "lossless" is also exact and sends less'
+    assert (advice in full_line(made.run, parts_of(made.run))) == (dtype == torch.bfloat16)

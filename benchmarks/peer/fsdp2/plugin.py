@@ -154,7 +154,7 @@ def attach(model: nn.Module, block: dict[str, Any]) -> None:
     A model that is refused trains without the block: other models of the test may be attached.
     """
     from ds_quant import fsdp2
-    from ds_quant.config.errors import ConfigError, UnsupportedModel
+    from ds_quant.config.errors import AttachError, ConfigError
     from ds_quant.runtime.inactive import InactiveFront
 
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -165,7 +165,7 @@ def attach(model: nn.Module, block: dict[str, Any]) -> None:
     ]
     try:
         front = fsdp2.attach(model, _for_world(model, block), optimizer=optimizers)
-    except (ConfigError, UnsupportedModel) as error:
+    except (ConfigError, AttachError) as error:
         notes.note(notes.REFUSAL, str(error))
         return
     if isinstance(front, InactiveFront):

@@ -16,7 +16,6 @@ WORLD = 2
 # Tests that pass without a block only: the reason.
 EXPLAINED = {
     "test_ddp_comm_hook_logging": "it registers hooks of its own, and expects none before",
-    "test_ddp_profiling_torch_profiler": "it counts DDP's own all-reduces",
     "test_ddp_grad_div_uneven_inputs": "join(divide_by_initial_world_size=False): DDP does not "
     "tell a hook",
 }

@@ -18,7 +18,7 @@ def trained(kind: str, block: dict | None = None) -> tuple[list[float], ddp_engi
     config = {
         "ddp": kind,
         "gradient_accumulation_steps": 2,
-        "optimizer": {"params": {"lr": 1e-2}},
+        "optimizer": {"params": {"lr": 3e-3}},
     }
     if block is not None:
         config["quantized_comm"] = block
@@ -45,7 +45,7 @@ def test_engines_train_alike_with_hooks_of_torch_and_with_the_plugin() -> None:
     assert exact == plain
     for kind, block in (("bf16", None), ("powersgd", None), ("plain", {"scheme": "eden4"})):
         found, engine = trained(kind, block)
-        assert found == pytest.approx(plain, abs=0.5 if kind == "powersgd" else 0.1), kind
+        assert found == pytest.approx(plain, abs=0.5 if kind == "powersgd" else 0.02), kind
         assert found != plain, kind
     report = ds_quant.report(engine.module)
     assert report is not None and report["steps"] == 6  # of twelve micro-steps

@@ -765,6 +765,21 @@ def test_any_optimizer_may_move_the_model(scheme: str, names: tuple[str, ...]) -
 
 
 @on_ranks(2)
+def test_an_optimizer_that_attach_was_not_given_takes_part_in_the_steps_of_the_others() -> None:
+    model = sharded()
+    of_half, of_others = list(model.parameters())[::2], list(model.parameters())[1::2]
+    given, unknown = torch.optim.SGD(of_half, lr=0.1), torch.optim.SGD(of_others, lr=0.1)
+    front = fsdp2.attach(model, "qsdp", optimizer=given)
+    for _ in range(3):
+        model(rows(0)).sum().backward()
+        given.step()
+        unknown.step()
+        model.zero_grad()
+    model(rows(0))  # ends a step in which an optimizer has not taken part
+    assert front.step == 3
+
+
+@on_ranks(2)
 def test_an_optimizer_of_another_model_is_refused() -> None:
     before = Net()
     made_before = sgd(before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -35,6 +36,9 @@ _CODEC_KEYS = ("bits", "group_size", "range", "rounding", "levels")
 _LEVEL_KEYS = ("level_steps", "level_rate")
 # Keys without effect on lossless weights.
 UNUSED_BY_LOSSLESS = (*_CODEC_KEYS, *_LEVEL_KEYS, "codec", "difference")
+
+
+_SHOWN = 3  # keys of another block that a message names
 
 
 class ConfigError(ValueError):
@@ -93,6 +97,18 @@ def differences(
             yield from differences(expected, actual, of=of, prefix=f"{prefix}{key}.")
         elif expected != actual:
             yield f"{prefix}{key}={show(actual)} ({of}: {show(expected)})"
+
+
+def another_block(first: QuantizedCommConfig, second: QuantizedCommConfig) -> str | None:
+    """Describe the first keys of a block that differ from that of the first call of ``attach``.
+    None if they are equal.
+    """
+    if second == first:
+        return None
+    found = differences(
+        first.resolved(), second.resolved(), of="in the first call", prefix=f"{KEY}."
+    )
+    return f"with another block: {', '.join(islice(found, _SHOWN))}"
 
 
 def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:

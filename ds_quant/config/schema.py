@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -44,7 +44,6 @@ from ds_quant.config.errors import (
     KeySchemas,
     auto_values,
     conflicts,
-    differences,
     explain,
     key_schemas_of,
     misplaced_block,
@@ -63,8 +62,6 @@ from ds_quant.config.presets import (
     preset_names,
     successor,
 )
-
-_SHOWN = 3  # keys of a block that a message names
 
 # ---- parts of the block ----
 
@@ -436,15 +433,6 @@ class QuantizedCommConfig(Block):
         if self.scheme == AUTOTUNE:
             return self.model_dump(mode="json", exclude={"weights", "gradients", "node_shard"})
         return self.model_dump(mode="json")
-
-    def difference(self, second: QuantizedCommConfig) -> str | None:
-        """Describe the first keys of another block that differ from this one; None if equal."""
-        if second == self:
-            return None
-        found = differences(
-            self.resolved(), second.resolved(), of="in the first call", prefix=f"{KEY}."
-        )
-        return f"with another block: {', '.join(islice(found, _SHOWN))}"
 
     def with_scheme(self, name: str) -> QuantizedCommConfig:
         """Return the settings with scheme ``name`` in place of "autotune"."""

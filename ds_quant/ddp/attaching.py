@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ds_quant.comm.topology import Topology
 from ds_quant.config import environment
-from ds_quant.config.errors import KEY, AttachError
+from ds_quant.config.errors import KEY, AttachError, another_block
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp import hook as hooks
 from ds_quant.ddp.model import STAGE, AttachedModel, reduced_parameters
@@ -93,7 +93,7 @@ def _refuse_another_block(attached: AttachedModel, config: QuantizedCommConfig) 
     Raises:
         AttachError
     """
-    difference = attached.block.difference(config)
+    difference = another_block(attached.block, config)
     if difference is not None:
         raise AttachError(
             f"{KEY}: this model is attached already, {difference}: call detach() of its front first"

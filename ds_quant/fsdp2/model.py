@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.transport import Communicator
-from ds_quant.config.errors import KEY
+from ds_quant.config.errors import KEY, another_block
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
@@ -84,7 +84,7 @@ class AttachArguments:
             return "as a part of a larger model, or in part"
         if second.has_optimizer and not self.has_optimizer:
             return "without an optimizer"
-        return self.block.difference(second.block)
+        return another_block(self.block, second.block)
 
 
 class AttachedModel:

@@ -125,9 +125,9 @@ def test_one_process_trains_and_speaks_of_no_bytes(folder: Path, name: str) -> N
 
 @pytest.mark.parametrize("world", [1, 8, 64])
 def test_the_samples_of_a_rank_last_for_any_number_of_batches(
-    world: int, monkeypatch: pytest.MonkeyPatch
+    world: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(folder))
     data = importlib.import_module("data")
     monkeypatch.delitem(sys.modules, "data")
     samples = data.rows()[world - 1 :: world]

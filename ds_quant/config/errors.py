@@ -37,7 +37,6 @@ _LEVEL_KEYS = ("level_steps", "level_rate")
 # Keys without effect on lossless weights.
 UNUSED_BY_LOSSLESS = (*_CODEC_KEYS, *_LEVEL_KEYS, "codec", "difference")
 
-
 _SHOWN = 3  # keys of another block that a message names
 
 

@@ -146,8 +146,8 @@ def disagreement(cards: Sequence[Card]) -> str:
     """Name the ranks that differ from rank 0, by their differences; "" if none does."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, card in enumerate(cards):
-        found = differences(cards[0]["versions"], card.get("versions", {}), of="rank 0")
-        differing = tuple(found)
+        versions = cards[0]["versions"], card.get("versions", {})
+        differing = tuple(differences(*versions, of="rank 0"))
         if not differing:  # settings of another version may have other keys
             blocks = cards[0]["block"], card.get("block", {})
             differing = tuple(differences(*blocks, of="rank 0", prefix=f"{KEY}."))

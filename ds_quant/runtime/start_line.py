@@ -208,8 +208,7 @@ def full_line(run: Run, front: LineParts) -> str:
 
 def _advice_and_notices(run: Run, front: LineParts) -> list[str]:
     """Return a sentence each."""
-    sentences: list[str] = []
-    sentences += _advised_lossless(run, front)
+    sentences = _advised_lossless(run, front)
     sentences += front.reasons
     sentences += _advised(front.volume, run.comm_volume, micro_steps=run.workload.micro_steps)
     sentences += run.notices

@@ -212,7 +212,7 @@ def read(xml: Path) -> dict[str, Ended]:
     tests: dict[str, Ended] = {}
     for case in ElementTree.parse(xml).iter("testcase"):
         properties = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
-        name = properties.get("test", case.get("name", ""))
+        name = properties.get(notes.TEST, case.get("name", ""))
         earlier = tests.get(name)  # the call of a test whose teardown is a case of its own
         if earlier is None or earlier.outcome in ("passed", "skipped"):
             outcome, error = _outcome(case, properties)

@@ -182,10 +182,13 @@ class Replicas:
             front.step = step
 
     def reduce(self, gradients: Sequence[Sequence[Tensor]], *, is_last: bool) -> Tensor:
-        """Return the mean gradient, 1-D, of all parameters end to end; zeros if not ``is_last``
-        and gradients cross between nodes once per step.
+        """Return the mean gradient, 1-D, of all parameters end to end.
+
+        Before the last backward the sums may stay inside the nodes. Then the result is zeros, and
+        they are part of that of the last backward.
 
         gradients: of every rank, in the shape of the parameters.
+        is_last: True in the last backward of an optimizer step.
         """
 
         def reduced(front: SimulatedModel) -> Tensor:
@@ -193,14 +196,15 @@ class Replicas:
             rows = self._rows(gradients[front.run.world.hierarchy.rank])
             output = torch.zeros_like(rows[0])  # padding is not written
             front.reduction(output, torch.cat(rows), NO_GROUP, dist.ReduceOp.AVG)
-            front.reduction.all_reduce(None, output)
+            front.reduction.all_reduce(None, output)  # between nodes; None: no hook of a user
             return output
 
-        rows = _on_all(reduced, self._fronts)
-        for rank, row in enumerate(rows):
-            if not torch.equal(row, rows[rank % self._node_size]):
+        reduced_rows = _on_all(reduced, self._fronts)
+        first_node = reduced_rows[: self._node_size]
+        for rank, row in enumerate(reduced_rows):
+            if not torch.equal(row, first_node[rank % self._node_size]):
                 raise RuntimeError(f"gradients of rank {rank} differ from those of the first node")
-        return torch.cat(self._whole(torch.cat(rows[: self._node_size]), gradients[0]))
+        return torch.cat(self._whole(torch.cat(first_node), gradients[0]))
 
     def decoded_weights(self, exact: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights that the ranks compute with, 1-D each.

@@ -16,6 +16,7 @@ import pytest
 BLOCK = "PEER_SUITE_BLOCK"
 NOTES = "PEER_SUITE_NOTES"
 RANKS = "PEER_SUITE_RANKS"
+TEST = "test"  # pytest's node id; the name in JUnit lacks the file
 WORLD = "world"  # ranks with the block
 FRONT = "front"  # the start-up line of a front, by its first rank
 REFUSAL = "refusal"
@@ -46,7 +47,7 @@ def noted(kind: str) -> list[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.user_properties.append(("test", item.nodeid))
+        item.user_properties.append((TEST, item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -96,7 +96,8 @@ class BoundCodec(NamedTuple):
 def full_precision(dtype: torch.dtype, *, tight: bool = False) -> BoundCodec:
     """Return the bound codec that sends values of ``dtype`` unchanged.
 
-    tight: it sends a small tensor, see [Note: small tensors] of comm/small_tensors.py.
+    tight: without padding, as small tensors are sent: [Note: small tensors] of
+        comm/small_tensors.py.
     """
     return BoundCodec(codec=CastCodec(dtype, tight))
 
@@ -135,7 +136,16 @@ def encode(
     """Encode the rows of x, each a row of bytes; with a rotation whole blocks of it."""
     block = 0 if rotation is None else rotation.block
     flips = rotation is not None and rotation.flips is not None
-    operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, None if base is None else 2)
+    operation = Encode(
+        codec,
+        x.shape[1],
+        values=0,
+        wire=1,
+        stream=0,
+        block=block,
+        flips=flips,
+        base=None if base is None else 2,
+    )
     buffers = [x.detach(), out, *([] if base is None else [base.detach()])]
     step = Offsets(
         values=x.stride(0),
@@ -156,7 +166,7 @@ def decode(
     backend: str = "auto",
 ) -> None:
     """Decode every row and cast once to the dtype of ``out``."""
-    operation = Decode(codec, out.shape[1], 0, 1, 0, add)
+    operation = Decode(codec, out.shape[1], wire=0, values=1, stream=0, add=add)
     buffers = [wire, out.detach()]
     step = Offsets(wire=wire.stride(0), values=out.stride(0))
     _run(operation, len(out), step, buffers, BoundCodec(codec, None, levels), None, backend)
@@ -211,6 +221,7 @@ def _run(
     # Raises for levels that do not fit the codec.
     table = bound_codec.codec.table(bound_codec.levels, buffers[0].device)
     bound_codec = bound_codec._replace(levels=None if bound_codec.levels is None else table)
-    rows *= operation.numel > 0
+    if operation.numel == 0:
+        rows = 0
     tasks = [(operation, step.times(row)) for row in range(rows)]
     Operations(tasks).run(buffers, RngState([bound_codec], [rotation]), backend=backend)

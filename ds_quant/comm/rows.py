@@ -131,10 +131,13 @@ def plan_exchange(
 ) -> Message:
     """Plan the exchange of a node shard between the nodes: see [Note: strided layout].
 
-    The values are the rows of all nodes, which are the targets too, then this rank's new row.
+    A gather of this message takes twice as many buffers as the layout has: first those of the kept
+    rows, which are its targets, then those of this rank's new row, which is what it sends. Row n
+    comes from node n.
 
     codecs: by tensor; None: it is not sent.
-    differences: by tensor, True if its difference to the rows is sent.
+    differences: by tensor, True if the new row minus the kept row is sent.
+    local: index of this rank in its node.
     """
     nodes = layout.ranks // node_size
     slices = []
@@ -142,14 +145,16 @@ def plan_exchange(
         if codec is None:
             continue
         buffer, start = layout.address(tensor, 0)
+        new_row = layout.buffers + buffer, start
         for row in range(nodes):
+            shard = row * node_size + local
             slices.append(
                 GatherSlice(
                     peer=row,
                     codec=codec,
-                    numel=layout.length(tensor, row * node_size + local),
+                    numel=layout.length(tensor, shard),
                     stream=tensor,
-                    source=(layout.buffers + buffer, start),
+                    source=new_row,
                     target=layout.address(tensor, row),
                     is_difference=differences[tensor],
                     slot_numel=width,

@@ -196,7 +196,9 @@ class AttachedModel:
         """
         if not compares_replicas(self.run, self.step):
             return
-        owner = 0 if gradients.any() else 1 + self.run.world.hierarchy.rank
+        owner = 0
+        if not gradients.any():
+            owner = 1 + self.run.world.hierarchy.rank  # no other rank's, so nobody compares them
         weights = [param.tensor for param in self.run.params]
         compare_replicas(self.run, [(owner, weights)], self.step)
 

@@ -126,7 +126,7 @@ def meshes_of(groups: Iterable[tuple[str, ParamGroup]]) -> Meshes | None:
         mesh = mesh_of_group(group)
         found.setdefault(mesh.key, mesh)
         joining = {tuple(sorted(mesh.ranks)): mesh.process_groups}
-        joining |= torch_names.joined_ranks(group)
+        joining |= torch_names.groups_of_meshes(group)
         for ranks, process_groups in joining.items():
             joined.setdefault(ranks, process_groups)
             names.setdefault(ranks, name)

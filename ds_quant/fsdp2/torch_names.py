@@ -34,7 +34,7 @@ __all__ = [
     "in_backward",
     "in_forward",
     "is_last_backward",
-    "joined_ranks",
+    "groups_of_meshes",
     "param_groups",
     "replicas_of",
     "without_replicas",
@@ -89,8 +89,11 @@ class ParamGroup(Protocol):
 
 
 def are_known() -> bool:
-    """Return True if FSDP2's records are as below; False from torch 2.15 on."""
-    return not hasattr(FSDPParam, "unsharded_accumulated_grad")  # of the parameter's record itself
+    """Return True if FSDP2's records are as above; False from torch 2.15 on.
+
+    Before, the instances alone have the attribute. From 2.15 on the class has it, as a property.
+    """
+    return not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def param_groups(module: FSDPModule) -> Sequence[ParamGroup]:
@@ -180,18 +183,19 @@ def replicas_of(mesh_info: DataParallelMeshInfo) -> tuple[ProcessGroup, list[lis
     return mesh.get_group(mesh_info.replicate_mesh_dim), rows.tolist()
 
 
-def joined_ranks(group: ParamGroup) -> dict[tuple[int, ...], list[ProcessGroup]]:
-    """Return the ascending global ranks of every mesh that a parameter is split or copied over,
-    with those process groups of this rank that connect them.
+def groups_of_meshes(group: ParamGroup) -> dict[tuple[int, ...], list[ProcessGroup]]:
+    """Return this rank's process groups of every mesh over which parameters are split or copied.
 
-    Such a mesh has the dimensions of tensor or expert parallelism, too.
+    The keys are the ascending global ranks of a mesh. Its dimensions of tensor and expert
+    parallelism count. All-reduces over one of its groups after the other reach all ranks, so groups
+    of one rank are left out, and of several meshes of the same ranks the first serves.
     """
-    joined: dict[tuple[int, ...], list[ProcessGroup]] = {}
+    by_ranks: dict[tuple[int, ...], list[ProcessGroup]] = {}
     for mesh in {member.sharded_param.device_mesh for member in group.fsdp_params}:
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        groups = [each for each in mesh.get_all_groups() if each.size() > 1]
-        joined.setdefault(ranks, groups)
-    return joined
+        if ranks not in by_ranks:
+            by_ranks[ranks] = [each for each in mesh.get_all_groups() if each.size() > 1]
+    return by_ranks
 
 
 def without_replicas(mesh_info: DataParallelMeshInfo) -> DataParallelMeshInfo:

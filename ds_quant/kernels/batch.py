@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.wire import Codec, Format, round_up
+from ds_quant.kernels.wire import Codec, GroupFormat, round_up
 
 Buffers = Sequence[torch.Tensor]
 
@@ -31,7 +31,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
 
 
-def rounding_of(fmt: Format) -> int:
+def rounding_of(fmt: GroupFormat) -> int:
     """Return how the codes of a format are made."""
     if fmt.is_gaussian:
         return 4

@@ -22,7 +22,7 @@ import torch
 from ds_quant.kernels.batch import DTYPES, OWN_SIGNS, rounding_of
 from ds_quant.kernels.wire import (
     VECTOR_NUMEL,
-    Format,
+    GroupFormat,
     WireLayout,
     ceil_div,
     layout_of,
@@ -244,7 +244,7 @@ def sum_threads(run: int) -> int:
 _MAX_UNROLLED_SOURCES = 8
 
 
-def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
+def encode_macros(fmt: GroupFormat, tiles: Tiling) -> dict[str, int]:
     return {
         "DSQ_BITS": fmt.bits,
         "DSQ_GROUP": fmt.group_size,
@@ -259,7 +259,7 @@ def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
     }
 
 
-def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
+def source_macros(fmt: GroupFormat, sources: int, has_own: bool) -> dict[str, int]:
     return {
         "DSQ_SOURCE_BITS": fmt.bits,
         "DSQ_SOURCE_GROUP": fmt.group_size,
@@ -296,12 +296,12 @@ ROTATION_RUN = 4  # vectors of 8: a lane rotates 32 elements
 _PLANS = 4096  # a training run repeats a few dozen
 
 
-def supports(fmt: Format, block: int = 0) -> bool:
+def supports(fmt: GroupFormat, block: int = 0) -> bool:
     """Return True if the kernels cover a codec; the torch reference covers all."""
     return fmt.group_size <= MAX_GROUP and fmt.group_size % (block or 1) == 0
 
 
-def whole_numel(fmts: Iterable[Format]) -> int:
+def whole_numel(fmts: Iterable[GroupFormat]) -> int:
     """A number of elements that fills whole thread blocks of every kernel, for all codecs."""
     units = [8 * VECTOR_NUMEL * THREADS]  # of decode_sum, whose runs are 2, 4 or 8 vectors
     for fmt in fmts:
@@ -312,7 +312,7 @@ def whole_numel(fmts: Iterable[Format]) -> int:
 
 @lru_cache(maxsize=_PLANS)
 def encode_plan(
-    fmt: Format,
+    fmt: GroupFormat,
     numel: int,
     dtype: torch.dtype,
     base_dtype: torch.dtype | None,
@@ -340,7 +340,7 @@ def encode_plan(
 
 @lru_cache(maxsize=_PLANS)
 def sum_plan(
-    fmt: Format,
+    fmt: GroupFormat,
     numel: int,
     sources: int,
     dtype: torch.dtype,
@@ -371,14 +371,16 @@ def sum_plan(
     return Plan("decode_sum", _sorted(macros), blocks, threads, fields)
 
 
-def _stores(fmt: Format, sources: int, block: int) -> Stores:
+def _stores(fmt: GroupFormat, sources: int, block: int) -> Stores:
     """Choose the stores of a sum; the runs of a rotated one are as long as those of a rotation."""
     stores = stores_of(fmt.bits, fmt.group_size, sources)
     return stores._replace(run=ROTATION_RUN) if block else stores
 
 
 @lru_cache(maxsize=_PLANS)
-def recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_own: bool) -> Plan:
+def recode_plan(
+    source_fmt: GroupFormat, fmt: GroupFormat, numel: int, sources: int, has_own: bool
+) -> Plan:
     """Plan launches of recode, as ``encode_plan`` does."""
     layout = layout_of(fmt, numel)
     tiles = tiling(fmt.group_size, ROTATION_RUN)

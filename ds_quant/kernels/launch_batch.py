@@ -47,9 +47,9 @@ from ds_quant.kernels.lossless import HEADER, PROBLEMS, blocks_of
 from ds_quant.kernels.wire import (
     ALIGNMENT,
     Codec,
-    Format,
-    cast_of,
-    groups_of,
+    GroupFormat,
+    as_cast,
+    as_groups,
     without_user_codec,
 )
 
@@ -88,7 +88,7 @@ def _is_cast(operation: Operation) -> bool:
     return not operation.numbers().block and all(codec.kind == "cast" for codec in messages)
 
 
-def _fused_codec(operation: Operation) -> Format | None:
+def _fused_codec(operation: Operation) -> GroupFormat | None:
     """Return the codec of the Recode tasks that a sum is launched with; None for others."""
     codec = operation.fuse_with if isinstance(operation, Sum) else None
     if codec is None or codec.kind != "groups" or not launch.supports(codec):
@@ -200,7 +200,7 @@ def _encode_plan(
     numbers = operation.numbers()
     dtypes = {name: buffers[buffer].dtype for name, buffer in operation.reads().items()}
     return launch.encode_plan(
-        groups_of(codecs[target_of(operation)]),
+        as_groups(codecs[target_of(operation)]),
         numbers.numel,
         dtypes["values"],
         dtypes.get("base"),
@@ -215,7 +215,7 @@ def _sum_plan(
     """Plan a sum, or the decoding of one message."""
     numbers = operation.numbers()
     return launch.sum_plan(
-        groups_of(codecs[source_of(operation)]),
+        as_groups(codecs[source_of(operation)]),
         numbers.numel,
         numbers.rows_added,
         buffers[operation.writes()["values"]].dtype,
@@ -233,8 +233,8 @@ def _recode_plan(
     """Plan a recode. A sum alone takes the same kernel, which stops before quantizing."""
     numbers = operation.numbers()
     return launch.recode_plan(
-        groups_of(codecs["wire_in"]),
-        groups_of(codecs[target_of(operation)]),
+        as_groups(codecs["wire_in"]),
+        as_groups(codecs[target_of(operation)]),
         numbers.numel,
         numbers.rows_added,
         numbers.own_row is not None,
@@ -332,7 +332,7 @@ def _cast(rows: Rows, buffers: Buffers) -> _Work:
 def _dtype_of(operation: Operation, name: str, buffers: Buffers) -> torch.dtype:
     """Return the dtype of the numbers of an operand: of the codec for a message."""
     if name in MESSAGES:
-        return cast_of(operation.codecs()[name]).dtype
+        return as_cast(operation.codecs()[name]).dtype
     return buffers[operands_of(operation)[name]].dtype
 
 

@@ -83,7 +83,7 @@ from ds_quant.kernels.random_bits import (
     shift_of,
 )
 from ds_quant.kernels.wire import (
-    Format,
+    GroupFormat,
     WireLayout,
     ceil_div,
     layout_of,
@@ -105,14 +105,14 @@ _DEVICE_RUN_NUMEL = 1 << 24
 _LOW32 = (1 << 32) - 1
 
 
-def fraction_bits(fmt: Format) -> int:
+def fraction_bits(fmt: GroupFormat) -> int:
     """F of [Note: numbers]: fixed-point bits below a code; code and fraction fit 23 bits."""
     if fmt.rounding != "stochastic":
         return 0
     return 15 if fmt.bits == 8 else 16
 
 
-def code_of_zero(fmt: Format) -> int:
+def code_of_zero(fmt: GroupFormat) -> int:
     return 0 if fmt.has_offset else 1 << (fmt.bits - 1)
 
 
@@ -238,7 +238,7 @@ _Quantized = tuple[Tensor, Tensor, Tensor | None]
 
 def _uniform(
     x: Tensor,  # (groups, size) fp32
-    fmt: Format,
+    fmt: GroupFormat,
     address: Address | None,
     levels: Tensor | None,  # learned ones
     random: Tensor | None,  # (groups, size) int32 of 16 bits
@@ -260,7 +260,7 @@ def _uniform(
 
 
 def _ranges(
-    x: Tensor, fmt: Format, address: Address | None
+    x: Tensor, fmt: GroupFormat, address: Address | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Scale, offset, and which groups are tiny and non-finite, (groups, 1) each.
 
@@ -354,7 +354,7 @@ def _folded(values: Tensor) -> Tensor:
 def encode(
     x: Tensor,  # (rows, numel) floating point
     out: Tensor,  # (rows, nbytes) uint8
-    fmt: Format,
+    fmt: GroupFormat,
     *,
     address: Address | None,
     levels: Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
@@ -385,7 +385,7 @@ def encode(
 
 def _quantized(
     groups: Tensor,  # (groups, size) fp32
-    fmt: Format,
+    fmt: GroupFormat,
     address: Address | None,
     levels: Tensor | None,
     random: Tensor | None,  # (groups, size) int32 of 16 bits
@@ -400,7 +400,7 @@ def _quantized(
 def decode(
     wire: Tensor,  # (rows, nbytes) uint8
     out: Tensor,  # (rows, numel) floating point
-    fmt: Format,
+    fmt: GroupFormat,
     *,
     levels: Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     add: bool = False,  # in fp32 to what `out` holds
@@ -414,7 +414,7 @@ def decode(
 def decode_sum(
     wire: Tensor,  # (rows, nbytes) uint8
     out: Tensor,  # (numel,) floating point
-    fmt: Format,
+    fmt: GroupFormat,
     *,
     scale: float,
     own: tuple[int, Tensor] | None,  # place and values, (numel on the wire,) floating point
@@ -472,7 +472,7 @@ def _whole_groups(values: Tensor, group: int) -> Tensor:
     return torch.cat([values, first.expand(-1, missing)], dim=1)
 
 
-def _needed(address: Address | None, fmt: Format) -> Address:
+def _needed(address: Address | None, fmt: GroupFormat) -> Address:
     """Return the address of the random bits. ValueError if there is none."""
     if address is None:
         raise ValueError(f"address = None: rounding {fmt.rounding!r} needs an Address")
@@ -488,7 +488,7 @@ def _random_of(x: Tensor, address: Address, layout: WireLayout, start: int) -> T
 
 
 def _random_of_groups(
-    x: Tensor, fmt: Format, address: Address | None, layout: WireLayout, start: int
+    x: Tensor, fmt: GroupFormat, address: Address | None, layout: WireLayout, start: int
 ) -> Tensor | None:
     """The random bits of x in groups, (groups, size) int32; None if the rounding takes none."""
     if fmt.rounding != "stochastic":
@@ -498,7 +498,7 @@ def _random_of_groups(
 
 
 def _sections(
-    wire: Tensor, layout: WireLayout, fmt: Format, start: int, stop: int
+    wire: Tensor, layout: WireLayout, fmt: GroupFormat, start: int, stop: int
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Views (rows, bytes) of what messages hold of some columns: planes, scales and offsets."""
     first_group, groups = start // fmt.group_size, ceil_div(stop - start, fmt.group_size)
@@ -514,7 +514,7 @@ def _sections(
     return parts, of_groups(layout.scale_offset, scale_bytes(fmt)), offsets
 
 
-def _pack(codes: Tensor, sections: Sequence[Tensor], fmt: Format) -> None:
+def _pack(codes: Tensor, sections: Sequence[Tensor], fmt: GroupFormat) -> None:
     """Write the planes of codes (rows, 8 n) int32."""
     shift = 0
     for section, width in zip(sections, planes(fmt.bits), strict=True):
@@ -541,7 +541,7 @@ def _unpacked(section: Tensor, width: int) -> Tensor:
 
 
 def _decoded(
-    wire: Tensor, fmt: Format, numel: int, levels: Tensor | None
+    wire: Tensor, fmt: GroupFormat, numel: int, levels: Tensor | None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield start, stop and the values (rows, stop - start) fp32 of runs of columns."""
     layout = layout_of(fmt, numel)
@@ -558,7 +558,7 @@ def _decoded(
         yield start, stop, groups.flatten(1)[:, :count]
 
 
-def _joined_planes(sections: Sequence[Tensor], fmt: Format) -> Tensor:
+def _joined_planes(sections: Sequence[Tensor], fmt: GroupFormat) -> Tensor:
     """Return the codes (rows, 8 n) of the planes of a message."""
     widths = planes(fmt.bits)
     codes = _unpacked(sections[0], widths[0])

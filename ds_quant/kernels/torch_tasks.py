@@ -21,7 +21,7 @@ from ds_quant.kernels.batch import (
     Sum,
 )
 from ds_quant.kernels.reference import Rotation
-from ds_quant.kernels.wire import FP32_BYTES, Cast, Codec, Format, UserFormat
+from ds_quant.kernels.wire import FP32_BYTES, Cast, Codec, GroupFormat, UserFormat
 
 if TYPE_CHECKING:
     from ds_quant.kernels.dispatch import RngState
@@ -75,7 +75,7 @@ class TorchTask(NamedTuple):
         nbytes = FP32_BYTES * numel
         return torch.empty(nbytes, dtype=torch.uint8, device=device).view(torch.float32)
 
-    def levels(self, codec: Format) -> Tensor | None:
+    def levels(self, codec: GroupFormat) -> Tensor | None:
         """Table of the levels of a codec: the stream's learned ones, or the codec's own."""
         stream = self.operation.stream
         return codec.table(self.rng_state.bound_codecs[stream].levels, self.buffers[0].device)

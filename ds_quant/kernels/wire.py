@@ -115,7 +115,7 @@ class Cast(WireFormat, Protocol):
     def dtype(self) -> Any: ...  # torch.float32, bfloat16 or float16
 
 
-class Format(WireFormat, Protocol):
+class GroupFormat(WireFormat, Protocol):
     """Interface of GroupCodec: codes of groups."""
 
     @property
@@ -151,31 +151,31 @@ class UserFormat(WireFormat, Protocol):
     def read(self, wire: Tensor, numel: int) -> Tensor: ...
 
 
-Codec = Format | Cast | UserFormat  # `kind` tells them apart
+Codec = GroupFormat | Cast | UserFormat  # `kind` tells them apart
 
 
-def without_user_codec(codec: Codec) -> Format | Cast:
+def without_user_codec(codec: Codec) -> GroupFormat | Cast:
     """Return the codec as one that kernels take. TypeError for codecs of the user."""
     if codec.kind == "module":
         raise TypeError(f"codec {codec.name}: kernels take groups and casts, use torch")
     return codec
 
 
-def groups_of(codec: Codec) -> Format:
+def as_groups(codec: Codec) -> GroupFormat:
     """Return a codec of groups as such. TypeError for others."""
     if codec.kind != "groups":
         raise TypeError(f"codec {codec.name}: it has no groups")
     return codec
 
 
-def cast_of(codec: Codec) -> Cast:
+def as_cast(codec: Codec) -> Cast:
     """Return a codec that casts as such. TypeError for others."""
     if codec.kind != "cast":
         raise TypeError(f"codec {codec.name}: it is no cast")
     return codec
 
 
-def layout_of(fmt: Format | Cast, numel: int) -> WireLayout:
+def layout_of(fmt: GroupFormat | Cast, numel: int) -> WireLayout:
     """Layout of a row in a format; numbers of a cast lie one behind the other."""
     if fmt.kind == "cast":
         nbytes = fmt.wire_bytes(numel)
@@ -189,7 +189,7 @@ def layout_of(fmt: Format | Cast, numel: int) -> WireLayout:
     )
 
 
-def scale_bytes(fmt: Format) -> int:
+def scale_bytes(fmt: GroupFormat) -> int:
     """Bytes of the scale of a group."""
     return BF16_BYTES if fmt.is_gaussian else FP32_BYTES
 

@@ -28,7 +28,8 @@ from ds_quant.comm.topology import Topology
 # Of this rank: inside its node, between nodes, and inside its node for gradients.
 LevelGroups = tuple[Any, Any, Any]
 Vote = Callable[[list[int]], list[int]]
-_made: dict[Topology, LevelGroups] = {}
+_level_groups: dict[Topology, LevelGroups] = {}
+_groups: dict[tuple[int, ...], ProcessGroup] = {}  # by global ranks
 
 
 def level_groups(
@@ -43,7 +44,7 @@ def level_groups(
     least: returns the minimum of each number over the ranks of the topology. A collective.
     """
     known = c10d._world.pg_map
-    groups = _made.get(topology)
+    groups = _level_groups.get(topology)
     if groups is None or not all(group in known for group in groups):  # destroyed since
         nodes, indices = topology.levels()
         make = _maker(topology, device, least)
@@ -52,8 +53,8 @@ def level_groups(
         gradients = intra
         if has_streams:  # see [Note: gradients inside a node]
             gradients = make(nodes)
-        _made[topology] = intra, inter, gradients
-    return _made[topology]
+        _level_groups[topology] = intra, inter, gradients
+    return _level_groups[topology]
 
 
 def group_of(ranks: Sequence[int], *, device: torch.device, least: Vote) -> ProcessGroup | None:
@@ -63,50 +64,54 @@ def group_of(ranks: Sequence[int], *, device: torch.device, least: Vote) -> Proc
     """
     if list(ranks) == list(range(torch.distributed.get_world_size())):
         return None
-    topology = Topology(world=len(ranks), node_size=len(ranks), ranks=tuple(ranks))
-    known = c10d._world.pg_map
-    groups = _made.get(topology)
-    if groups is None or groups[0] not in known:
-        group = _maker(topology, device, least)([list(ranks)])
-        groups = _made[topology] = (group, None, None)
-    flat: ProcessGroup | None = groups[0]
-    return flat
+    key = tuple(ranks)
+    if key not in _groups or _groups[key] not in c10d._world.pg_map:  # destroyed since
+        topology = Topology(world=len(ranks), node_size=len(ranks), ranks=key)
+        _groups[key] = _maker(topology, device, least)([list(ranks)])
+    return _groups[key]
 
 
 def _maker(
     topology: Topology, device: torch.device, least: Vote
-) -> Callable[[Sequence[list[int]]], ProcessGroup | None]:
-    """Return a function that makes the process groups of a level, and returns that of this rank.
+) -> Callable[[Sequence[list[int]]], ProcessGroup]:
+    """Return a function that makes process groups and returns that of this rank: see
+    [Note: making process groups].
 
-    See [Note: making process groups]. They get the default group's timeout: torch's default for new
-    groups is 30 minutes.
+    Its argument is a partition of the topology's ranks: the ranks of every group. The groups get
+    the timeout of the default group; torch's default for new groups is 30 minutes.
+
+    least: as of ``level_groups``.
     """
     world = c10d._get_default_group()
     backend = world._get_backend(device)
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     can_split = world.bound_device_id is not None and getattr(backend, "supports_splitting", False)
+    is_whole_world = not topology.ranks
 
-    def make(level: Sequence[list[int]]) -> ProcessGroup | None:
-        if can_split and not topology.ranks:
-            return torch.distributed.split_group(
-                split_ranks=list(level),
+    def make(partition: Sequence[list[int]]) -> ProcessGroup:
+        if can_split and is_whole_world:
+            group = torch.distributed.split_group(
+                split_ranks=list(partition),
                 timeout=timeout,
                 pg_options=_options_of_split(backend),
             )
+            assert group is not None  # this rank is in one of the groups
+            return group
         rank = torch.distributed.get_rank()
-        (own,) = [ranks for ranks in level if rank in ranks]
+        (own,) = [ranks for ranks in partition if rank in ranks]
         count = len(c10d._world.pg_names)
-        all_know_as_many = least([count, -count]) == [count, -count]
-        if all_know_as_many:
+        fewest, minus_most = least([count, -count])
+        if fewest == -minus_most:  # members alone make their group
             return torch.distributed.new_group(own, timeout=timeout, use_local_synchronization=True)
-        if topology.ranks:
+        if not is_whole_world:
             raise RuntimeError(
                 f"quantized_comm: this rank knows {count} process groups, another rank of "
                 f"{list(topology.ranks)} knows another number, and torch names a new group by it: "
                 "make process groups in equal number on all ranks that share a model"
             )
-        made = [torch.distributed.new_group(ranks, timeout=timeout) for ranks in level]
-        return made[level.index(own)]
+        # Every rank of the world takes part in making every group.
+        made = [torch.distributed.new_group(ranks, timeout=timeout) for ranks in partition]
+        return made[partition.index(own)]
 
     return make
 

@@ -133,7 +133,7 @@ class Verdict(TypedDict, total=False):
     """The answer of rank 0: an error, or the ranks per node and warnings."""
 
     error: str
-    unheard: bool  # no rank has given an answer
+    unheard: bool  # rank 0 has not answered, so there was no verdict
     stopped: bool  # rank 0 has stopped before the handshake
     node_size: int
     warnings: list[str]

@@ -86,7 +86,8 @@ def full_precision_gradient(
 ) -> GradientCodecs:
     """Return the codecs of a gradient that is sent in ``dtype``.
 
-    tight: it is a small tensor, see [Note: small tensors] of comm/small_tensors.py.
+    tight: without padding, as small tensors are sent: [Note: small tensors] of
+        comm/small_tensors.py.
     """
     codec = CastCodec(dtype, tight)
     hop_codecs = (HopCodec(codec, key=None),) * hops
@@ -358,5 +359,5 @@ def learn(
     by_rank = received.view(torch.float32).view(communicator.size, *own.shape)
     for index, (param, _) in enumerate(shards):
         tables = by_rank[:, index, :-1]
-        weights = by_rank[:, index, -1]
-        param.levels = merge_levels(tables, weights)
+        numels = by_rank[:, index, -1]
+        param.levels = merge_levels(tables, numels)

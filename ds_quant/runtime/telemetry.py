@@ -57,7 +57,7 @@ def json_line(heading: Mapping[str, int], values: Mapping[str, float]) -> str:
 class Telemetry(ABC):
     """Open and close the samples of one engine or model."""
 
-    def __init__(self, settings: MetricsConfig, run: Run) -> None:
+    def __init__(self, run: Run, settings: MetricsConfig) -> None:
         self._run = run
         self._interval = settings.interval
         self._file = None if settings.file is None else Path(settings.file)
@@ -72,8 +72,13 @@ class Telemetry(ABC):
 
     @property
     @abstractmethod
+    def finished_steps(self) -> int:
+        """Optimizer steps so far. A record begins with it, as "step"."""
+
+    @property
     def heading(self) -> dict[str, int]:
-        """The begin of a record: "step" is the number of finished optimizer steps."""
+        """The begin of a record."""
+        return {"step": self.finished_steps}
 
     def counts(self) -> dict[str, float]:
         """Return counters of the run, for the end of a record."""
@@ -94,9 +99,13 @@ class Telemetry(ABC):
     # - Events
 
     def arm(self) -> None:
-        """Sample the next optimizer step if it is its turn. Called between steps."""
+        """Sample the next optimizer step if it is its turn.
+
+        Called between steps, and after a checkpoint was loaded: then a sample may have begun.
+        """
         meter = self._traffic.meter
-        if (self.heading["step"] + 1) % self._interval == 0 and not meter.is_open:
+        next_step = self.finished_steps + 1
+        if next_step % self._interval == 0 and not meter.is_open:
             meter.open(self._clock)
 
     def after_step(self) -> None:
@@ -141,22 +150,19 @@ class Telemetry(ABC):
         except OSError as error:
             if not self._logged_failed_write:
                 log.log_here(
-                    f"quantized_comm: step {self.heading['step']}: the metrics cannot be written: "
+                    f"quantized_comm: step {self.finished_steps}: the metrics cannot be written: "
                     f"{error}; training goes on, and later ones are tried again (logged once)"
                 )
             self._logged_failed_write = True
 
 
 class StepTelemetry(Telemetry):
-    """Samples with a heading of the front's steps alone: FSDP2 and DDP do not know the samples."""
-
-    def __init__(self, run: Run, settings: MetricsConfig) -> None:
-        super().__init__(settings, run)
+    """Counts the steps of the run: FSDP2 and DDP do not know the number of training samples."""
 
     @property
-    def heading(self) -> dict[str, int]:
-        """See ``Telemetry.heading``."""
-        return {"step": self._run.step}
+    def finished_steps(self) -> int:
+        """See ``Telemetry``."""
+        return self._run.step
 
 
 def _is_torn(path: Path) -> bool:

@@ -104,7 +104,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         micro_steps=1 if arguments.front == "ddp" else settings.accumulation,
         compute=arguments.step,
         cluster=cluster,
-        # The schemes from which autotune chooses have rows anyway.
+        # The schemes from which autotune chooses have rows in every table.
         block=None if block is None or block.scheme == AUTOTUNE else block,
         allow_full_replica=block is not None and block.allow_full_replica,
         exact_gradients=stock_reason is not None,
@@ -234,6 +234,7 @@ def _with_measured_link(plan: Plan, step: float) -> Plan:
             f"--measured {step:g}: no longer than the {stock.step_serial:.3g} s that compute and "
             f"everything but the link take: allowed: a whole step, with {plan.stock}"
         )
+    # Bytes that arrive at one end of the slowest link: a 1 / ranks of all are its own.
     rate = plan.counted * stock.inter_bytes * (1 - 1 / ranks) / seconds
     limited, _ = _with_slowest_link(plan, rate)
     return limited
@@ -440,31 +441,20 @@ def _cluster(
 ) -> Cluster:
     """Return nodes and rates from options, else from the probe file.
 
-    missing: gets a sentence per option that neither replaces.
-    presumed: gets the rate inside a node, if neither gives it.
+    missing: gets a sentence per option that is needed and not given; "" for an option of which the
+        sentence of another one speaks.
+    presumed: gets an option, as written on a command line, for every number of nodes or GPUs and
+        every rate that is assumed.
     """
     probed = None
     inter: Rate | None = None
     intra: Rate | None = None
-    nodes = node_size = 1
     if arguments.probe is not None:
         with about(f"--probe {arguments.probe}"):
             probed = probe.load(arguments.probe)
         inter = probed.inter
         intra = probed.intra
-        nodes = probed.nodes
-        node_size = probed.node_size
-    elif arguments.nodes is None:
-        presumed["nodes"] = "--nodes 1"
-    elif arguments.gpus is None:
-        presumed["gpus"] = "--gpus 1"
-    nodes = arguments.nodes or nodes
-    node_size = arguments.gpus or node_size
-    if nodes * node_size == 1:
-        missing["nodes"] = "--nodes, --gpus (per node): one GPU sends nothing"
-        missing["gpus"] = ""
-        nodes = int(_EXAMPLE["nodes"])
-        node_size = int(_EXAMPLE["gpus"])
+    nodes, node_size = _sizes(arguments, probed, missing, presumed)
     is_measured = arguments.measured is not None  # then the slowest link is computed
     if nodes > 1 and arguments.link is None and inter is None and not is_measured:
         probed_one_node = ""
@@ -492,6 +482,32 @@ def _cluster(
         encode=arguments.encode,
         latency=latency,
     )
+
+
+def _sizes(
+    arguments: argparse.Namespace,
+    probed: probe.ProbeResult | None,
+    missing: dict[str, str],
+    presumed: dict[str, str],
+) -> tuple[int, int]:
+    """Return the number of nodes and of GPUs per node. missing, presumed: as of ``_cluster``."""
+    nodes = node_size = 1
+    if probed is not None:
+        nodes = probed.nodes
+        node_size = probed.node_size
+    elif arguments.nodes is None:
+        presumed["nodes"] = "--nodes 1"
+    elif arguments.gpus is None:
+        presumed["gpus"] = "--gpus 1"
+    nodes = arguments.nodes or nodes
+    node_size = arguments.gpus or node_size
+    if nodes * node_size == 1:
+        missing["nodes"] = "--nodes, --gpus (per node): one GPU sends nothing"
+        missing["gpus"] = ""
+        # Sizes of an example, so that a missing rate is found, too.
+        nodes = int(_EXAMPLE["nodes"])
+        node_size = int(_EXAMPLE["gpus"])
+    return nodes, node_size
 
 
 def _bytes_per_second(gigabits: float | None, probed: Rate | None) -> float:

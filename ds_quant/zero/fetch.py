@@ -73,10 +73,12 @@ class Fetch:
         """Serve the parameters of a module, and parameters that are fetched with them."""
         self._parameters = list(params)
         sharded_params.before_fetch(events, self._before_fetch)
+        # A node shard looks for writes in every forward. An engine that only evaluates may become
+        # a guest, whose forwards disturb the gather count of its host.
         if self._run.routes.keeps_shard or not self._trains:
             sharded_params.around_forward(events, self._before_forward, self._after_forward)
-        sharded_params.note_external()
-        self._find_host()
+        sharded_params.mark_external_parameters()
+        self._find_host_or_serve()
 
     @property
     def _trains(self) -> bool:
@@ -87,7 +89,7 @@ class Fetch:
         """True if another engine on the same module serves the fetches of this one."""
         return self._host is not None
 
-    def _find_host(self) -> None:
+    def _find_host_or_serve(self) -> None:
         """Become the guest of an engine that serves the parameters, or serve them."""
         owners: list[Fetch] = []
         for owner in dict.fromkeys(sharded_params.owner_of(p) for p in self._parameters):
@@ -172,7 +174,7 @@ class Fetch:
         for guest in guests:
             guest._host = None
         for guest in guests:
-            guest._find_host()
+            guest._find_host_or_serve()
             if not guest.is_guest:
                 guest.keep_in_node()
         self._parameters = []
@@ -311,6 +313,8 @@ class Fetch:
         for p in [parameter] if param_list is None else param_list:
             if sharded_params.is_available(p) and self._pop_decoded(p):
                 sharded_params.drop_values(p)
+        # DeepSpeed's own ``all_gather`` may wait for the last parameter only. A call with options
+        # stays as it is.
         has_options = bool(args or kwargs)
         if param_list is not None and not has_options and accelerator.awaits_last_gather_only():
             for p in param_list:

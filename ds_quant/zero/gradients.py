@@ -73,7 +73,7 @@ class BucketLayout:
     """
 
     gradient_codecs: Sequence[GradientCodecs]
-    sums: GradientSums
+    reduction: GradientSums
     members: tuple[Member, ...]
     own_sums: Sequence[OwnSum]
     dtype: torch.dtype
@@ -207,7 +207,7 @@ class GradientReducer:
         ]
         layout = BucketLayout(
             gradient_codecs=gradient_codecs,
-            sums=sums,
+            reduction=sums,
             members=tuple(dict.fromkeys(part.member for part in slices)),
             own_sums=own_sums,
             dtype=sums_dtype,
@@ -238,7 +238,7 @@ class GradientReducer:
         the boundary takes steps 1, 3 and 4 and the last one steps 1, 3, 5 and 6.
         """
         front, store = self._front, self._partial_gradients
-        sums = layout.sums
+        sums = layout.reduction
         device = tensors[0].device
 
         # 1. Bind the codecs to this micro-step. Partial sums stay rotated while they are added
@@ -317,9 +317,9 @@ def _accumulate(
     """Begin to sum the tensors inside the node, and to add the result to the partial sums."""
     device = tensors[0].device
     is_first = partial_sums is None
-    values = layout.sums.new_partial_sums(device) if partial_sums is None else partial_sums
+    values = layout.reduction.new_partial_sums(device) if partial_sums is None else partial_sums
     intra_node = Reduction(
-        layout.sums.plan,
+        layout.reduction.plan,
         tensors,
         bound_codecs,
         rotations,
@@ -330,8 +330,10 @@ def _accumulate(
 
     def reduce_between_nodes() -> Iterator[tuple[Member, Tensor]]:
         intra_node.wait()
-        total = layout.sums.new_sums(device)
-        layout.sums.begin(None, bound_codecs, rotations, into=total, partial_sums=values).wait()
+        total = layout.reduction.new_sums(device)
+        layout.reduction.begin(
+            None, bound_codecs, rotations, into=total, partial_sums=values
+        ).wait()
         for member in layout.members:
             if member not in layout.sum_ranges:  # another rank's
                 yield member, total[:0]

@@ -46,7 +46,7 @@ from ds_quant.zero.written_replica import WrittenReplica
 # buffers are the replica and, if they are not in the replica, this rank's new weights.
 _GatherPlan = tuple[list[tuple[Param, HopCodec]], Message]
 
-_ALIGNMENT = 4096  # elements, of the windows of a partition
+_ALIGNMENT = 4096  # elements, of the windows of a partition; part of the wire format
 
 
 class SentWeights(NamedTuple):
@@ -232,7 +232,7 @@ class Replica:
             is_lossless = sends_differences and run.routes.sends_lossless(group.flat.dtype)
             if is_lossless:
                 most_numel = min(most_numel, MOST_NUMEL)
-            for within in _ranges(group, hierarchy.size, most_numel):
+            for within in _window_ranges(group, hierarchy.size, most_numel):
                 window = Window(group, hierarchy, within)
                 if is_lossless and not self._holds_any(window, sent.written):
                     lossless_windows.append(window)
@@ -268,7 +268,8 @@ class Replica:
         dtype = group.flat.dtype
         width = group.flat.numel() // hierarchy.size
         weights: list[tuple[Param, HopCodec]] = []
-        # Index in ``weights``: parameters by themselves, full precision by its codec.
+        # Index in ``weights``. A quantized parameter has an entry of its own; all slices in full
+        # precision with the same codec share one.
         indices: dict[Hashable, int] = {}
         slices: list[tuple[GatherSlice, int | None]] = []
         for p, owner, start, stop in group.owned_ranges(self._offsets, width, within):
@@ -316,10 +317,12 @@ class Replica:
         return any(self._run.known_param(part.parameter) in params for part in owned)
 
 
-def _ranges(group: ReplicaGroup, ranks: int, most_numel: int) -> Iterator[range]:
-    """Cut a partition into ranges of at most ``most_numel`` elements, aligned if they are large."""
+def _window_ranges(group: ReplicaGroup, ranks: int, most_numel: int) -> Iterator[range]:
+    """Cut a partition into ranges of at most ``most_numel`` elements."""
     width = group.flat.numel() // ranks
-    stride = max(1, most_numel // _ALIGNMENT * _ALIGNMENT or most_numel)
+    stride = max(1, most_numel)
+    if stride > _ALIGNMENT:
+        stride -= stride % _ALIGNMENT
     for first in range(0, width, stride):
         yield range(first, min(first + stride, width))
 

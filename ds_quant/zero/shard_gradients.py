@@ -134,12 +134,12 @@ class ShardBucket:
         return self.shards
 
     def _views(self, total: Tensor) -> list[Tensor]:
-        """View the sums by shard, cast to the dtype of each if it differs."""
+        """Return the sums of the shards, in the dtype of each. Shards of one dtype are views."""
         layout = self.sums.layout
         dtypes = {shard.dtype for shard in self.shards}
-        if dtypes != {total.dtype} and len(dtypes) == 1:
+        if dtypes != {total.dtype} and len(dtypes) == 1:  # one cast of all
             (dtype,) = dtypes
-            total = layout.sums.new_sums(total.device, dtype).copy_(total)
+            total = layout.reduction.new_sums(total.device, dtype).copy_(total)
         views = layout.shards(total)
         return [view.to(shard.dtype) for view, shard in zip(views, self.shards, strict=True)]
 

@@ -186,7 +186,7 @@ def unwrap(parameter: ZeroParameter, *, owner: Hashable) -> None:
 _EXTERNAL = "ds_quant_external"  # attribute of a parameter
 
 
-def note_external() -> None:
+def mark_external_parameters() -> None:
     """Mark external parameters, which a module uses though another one owns them.
 
     DeepSpeed registers an external parameter in the forward that uses it first, once per use and

@@ -15,14 +15,18 @@ class Telemetry(telemetry.Telemetry):
     """The samples of one engine. Steps are those that DeepSpeed counts."""
 
     def __init__(self, engine: Engine, run: Run, settings: MetricsConfig) -> None:
-        super().__init__(settings, run)
+        super().__init__(run, settings)
         self._engine = engine
 
     @property
+    def finished_steps(self) -> int:
+        """Optimizer steps that DeepSpeed has counted."""
+        return self._engine.global_steps
+
+    @property
     def heading(self) -> dict[str, int]:
-        """DeepSpeed's optimizer steps and samples."""
-        engine = self._engine
-        return {"step": engine.global_steps, "samples": engine.global_samples}
+        """Steps and training samples."""
+        return {**super().heading, "samples": self._engine.global_samples}
 
     def write(self, values: dict[str, float]) -> None:
         """Write a record to DeepSpeed's monitors, and to the file."""

@@ -268,17 +268,18 @@ def is_ours(depth: int) -> bool:
 
 
 def _receiving_evenly(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the collective of a fake group with a payload as large as what arrives: the group
-    refuses to bring anything to a rank that sends nothing.
+    """Wrap ``all_to_all_single`` of a fake group, which brings nothing to a rank that sends
+    nothing.
     """
 
-    def receive(*tensors: Tensor, **options: Any) -> Any:
-        given = [options.pop(name) for name in ("output", "input") if name in options]
-        received = [*tensors, *given][0]
+    def send_as_much_as_arrives(*tensors: Tensor, **options: Any) -> Any:
+        received = tensors[0] if tensors else options.pop("output")
+        options.pop("input", None)
         options["input_split_sizes"] = options.get("output_split_sizes")
-        return all_to_all(received, torch.zeros_like(received), **options)
+        zeros = torch.zeros_like(received)  # the fake group brings zeros whatever is sent
+        return all_to_all(received, zeros, **options)
 
-    return receive
+    return send_as_much_as_arrives
 
 
 # ---- this process as one with the device ----

@@ -6,7 +6,7 @@ Each program runs with FSDP2 alone and with a block, see fsdp2_runs.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -302,11 +302,13 @@ def _thaw_between_backwards(run: Run) -> None:
 
 
 def _freeze_between_backwards(run: Run) -> None:
+    """The gradient of the first backward still moves the weight that is frozen afterwards."""
     run.backward(0, last=False)
     run.model.third.weight.requires_grad_(False)
     run.backward(1, last=False)
     run.backward(2)
     run.update()
+    run.look()
     run.step(3)
     run.look()
 
@@ -387,36 +389,41 @@ def _average_frozen_ones_in_a_hook(run: Run) -> None:
     run.look()
 
 
-FREEZING: dict[str, Program] = {
-    program.__name__.strip("_"): program
-    for program in (
-        _thaw_after_attach, _thaw_between_steps, _thaw_between_backwards,
-        _freeze_between_backwards, _freeze_for_the_last_backward, _freeze_and_thaw_in_turns,
-        _thaw_while_unsharded, _another_group_of_parameters, _freeze_for_every_last_backward,
-        _freeze_for_every_update, _average_frozen_ones_in_a_hook,
-    )
-}  # fmt: skip
+class Freezing(NamedTuple):
+    """A program that freezes or thaws parameters.
+
+    prepare: of the model before ``attach``.
+    optimizer: makes the optimizer.
+    """
+
+    program: Program
+    prepare: Callable[[Any], None] = lambda model: None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
 
 
-def _frozen_at_first(name: str) -> Callable[[nn.Module], None]:
-    def prepare(model: Any) -> None:
-        if (
-            name.startswith("thaw_")
-            and name != "thaw_while_unsharded"
-            or name.startswith("another")
-        ):
-            model.first.weight.requires_grad_(False)
-
-    return prepare
+def _freeze_first(model: Any) -> None:
+    model.first.weight.requires_grad_(False)
 
 
-def _trained_only(name: str) -> Callable[[nn.Module], Any]:
-    def make(model: nn.Module) -> Any:
-        if name.startswith("another"):
-            return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        return sgd(model)
+def _sgd_of_trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
-    return make
+
+FREEZING = {
+    "thaw after attach": Freezing(_thaw_after_attach, _freeze_first),
+    "thaw between steps": Freezing(_thaw_between_steps, _freeze_first),
+    "thaw between backwards": Freezing(_thaw_between_backwards, _freeze_first),
+    "freeze between backwards": Freezing(_freeze_between_backwards),
+    "freeze for the last backward": Freezing(_freeze_for_the_last_backward),
+    "freeze and thaw in turns": Freezing(_freeze_and_thaw_in_turns),
+    "thaw while unsharded": Freezing(_thaw_while_unsharded),
+    "another group of parameters": Freezing(
+        _another_group_of_parameters, _freeze_first, _sgd_of_trained
+    ),
+    "freeze for every last backward": Freezing(_freeze_for_every_last_backward),
+    "freeze for every update": Freezing(_freeze_for_every_update),
+    "average frozen ones in a hook": Freezing(_average_frozen_ones_in_a_hook),
+}
 
 
 @pytest.mark.parametrize(
@@ -431,9 +438,10 @@ def _trained_only(name: str) -> Callable[[nn.Module], Any]:
 def test_parameters_are_frozen_and_thawed_at_any_time(scheme: str, names: tuple[str, ...]) -> None:
     options = {"mp_policy": BF16} if "lossless" in scheme else {}
     for name in names:
-        ways = {"prepare": _frozen_at_first(name), "optimizer": _trained_only(name), **options}
-        plain = played(FREEZING[name], None, **ways)
-        run = played(FREEZING[name], {"scheme": scheme}, **ways)
+        program, prepare, optimizer = FREEZING[name]
+        ways = {"prepare": prepare, "optimizer": optimizer, **options}
+        plain = played(program, None, **ways)
+        run = played(program, {"scheme": scheme}, **ways)
         assert_near(run, plain, off=COPIES.get(scheme, 0.0), case=name)
         if run.forwards:
             assert_equal_on_all_ranks(run.forwards[-1], name)

@@ -30,7 +30,7 @@ from tests.unit import wire_oracle as oracle
 
 RANKS, NODE_SIZE = 4, 2
 NODES = ((0, 1), (2, 3))
-PLACES = ((0, 2), (1, 3))
+EQUAL_INDICES = ((0, 2), (1, 3))
 STEP = 1  # the recorded one; steps are counted from 0
 Bits = np.ndarray  # of bf16
 PieceValues = dict[oracle.Piece, np.ndarray]
@@ -164,7 +164,7 @@ def test_weights_between_nodes_are_those_of_the_page(scheme: str) -> None:
     ranks = recorded_ranks(scheme)
     modules = ranks[0].modules
     for sender, recorded in enumerate(ranks):
-        sent = recorded.sent[PLACES[sender % NODE_SIZE], "weights"]
+        sent = recorded.sent[EQUAL_INDICES[sender % NODE_SIZE], "weights"]
         for rows, message in zip(modules.values(), sent[-len(modules) :], strict=True):
             if scheme == "lossless_w_g3":
                 decoded = decode_lossless(rows, message.payload, recorded, sender)
@@ -239,7 +239,7 @@ def test_messages_and_sums_of_gradients_are_those_of_the_page(scheme: str) -> No
         given = [one.reductions[number][1] for one in ranks]
         found = [one.reductions[number][2] for one in ranks]
         reduction = ReductionOracle(scheme, rows, given, ranks, rounds)
-        for rank, sums in enumerate(reduction.sums()):
+        for rank, sums in enumerate(reduction.checked_sums()):
             for i, row in enumerate(rows):
                 parts = sorted((p.start, s) for p, s in sums.items() if p.tensor == i)
                 wanted = np.concatenate([np.zeros(0, np.float32), *(s for _, s in parts)])
@@ -268,8 +268,8 @@ class ReductionOracle:
         self._ranks = ranks
         self._rounds = rounds
 
-    def sums(self) -> list[PieceValues]:
-        """Return the sums of every rank."""
+    def checked_sums(self) -> list[PieceValues]:
+        """Compare all messages of gradients. Return the sums of every rank."""
         scheme = self._scheme
         formats = (
             format_of(scheme.gradients_intra or scheme.gradients),
@@ -278,25 +278,29 @@ class ReductionOracle:
         pieces = list(pieces_of(self._rows, formats, scheme.block.gradients.rotation))
         finished: list[PieceValues] = [{} for _ in self._ranks]
         for part in oracle.slices(pieces, 2):
-            for rank, sums in self._sums_of_slice(part).items():
+            for rank, sums in self._checked_sums_of_slice(part).items():
                 for piece, total in sums.items():
                     mean = oracle.finished(piece, total, 1 / RANKS)
                     finished[rank][piece] = mean * self._signs(piece, len(mean))
         return finished
 
-    def _sums_of_slice(self, pieces: Sequence[oracle.Piece]) -> dict[int, PieceValues]:
-        """Return the sums of one slice by rank, still rotated."""
+    def _checked_sums_of_slice(self, pieces: Sequence[oracle.Piece]) -> dict[int, PieceValues]:
+        """Compare the messages of a slice on both hops. Return its sums by rank, still rotated.
+
+        A rank has the sums of those pieces that it reduces: after the first hop for its node, after
+        the second for all ranks.
+        """
         values = {}
         for rank in range(RANKS):
             values[rank] = {piece: self._own_values(piece, rank) for piece in pieces}
-        for level, groups in enumerate((NODES, PLACES)):
+        for level, groups in enumerate((NODES, EQUAL_INDICES)):
             sums: dict[int, PieceValues] = {}
             for group in groups:
-                sums |= self._sums_of_group(level, group, values)
+                sums |= self._checked_sums_of_group(level, group, values)
             values = sums
         return values
 
-    def _sums_of_group(
+    def _checked_sums_of_group(
         self, level: int, group: tuple[int, ...], values: dict[int, PieceValues]
     ) -> dict[int, PieceValues]:
         """Compare the messages of a group on one hop, and return the sums of its ranks."""

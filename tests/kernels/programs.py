@@ -220,8 +220,8 @@ def codec_of_source(op: Decode | Sum | Recode) -> Codec:
     return op.source if isinstance(op, Recode) else op.codec
 
 
-class Page(NamedTuple):
-    """A task with its buffers and streams, in the words of the page."""
+class TaskOfPage(NamedTuple):
+    """A task with its buffers and streams, in the words of the page, docs/wire_format.md."""
 
     op: Operation
     offsets: Offsets
@@ -272,12 +272,12 @@ class Page(NamedTuple):
         self.buffers[buffer][start : start + len(values)] = torch.from_numpy(values)
 
     def write_message(self, x: np.ndarray) -> None:
-        """Write the message of x."""
+        """Encode x as the page says, without a kernel, and write the message to its place."""
         op, offsets = self.op, self.offsets
         table = table_of(op.codec, self.streams, op)
         address = self.streams.address(op.stream, offsets.vector)
-        wire = bytes_of(x, op.codec, address, table)
-        self.buffers[op.wire][offsets.wire :][: len(wire)] = wire
+        message = bytes_of(x, op.codec, address, table)
+        self.buffers[op.wire][offsets.wire :][: len(message)] = message
 
 
 def added_up(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -288,7 +288,7 @@ def added_up(rows: Sequence[np.ndarray]) -> np.ndarray:
     return total
 
 
-def final_sum(page: Page) -> np.ndarray:
+def final_sum(page: TaskOfPage) -> np.ndarray:
     """Return the sum of a Sum, rotated back and scaled."""
     op = page.op
     rows = page.rows()
@@ -302,7 +302,7 @@ def final_sum(page: Page) -> np.ndarray:
     return total * np.float32(op.scale)
 
 
-def decoded_values(page: Page) -> np.ndarray:
+def decoded_values(page: TaskOfPage) -> np.ndarray:
     """Return the values of a Decode, added to those that are there if it adds."""
     op, offsets = page.op, page.offsets
     values = page.decoded(offsets.wire, op.numel)
@@ -315,7 +315,7 @@ def carry_out(
     op: Operation, offsets: Offsets, buffers: list[torch.Tensor], streams: RngState
 ) -> None:
     """Do a task as docs/wire_format.md says."""
-    page = Page(op, offsets, buffers, streams)
+    page = TaskOfPage(op, offsets, buffers, streams)
     match op:
         case Encode():
             page.write_message(page.values())

@@ -225,7 +225,7 @@ def test_groups_of_a_world_bound_to_its_device_carry_gathers_on_three_streams(mo
     from ds_quant.runtime.groups import level_groups
 
     dist = torch.distributed
-    monkeypatch.setattr("ds_quant.runtime.groups._made", {})
+    monkeypatch.setattr("ds_quant.runtime.groups._level_groups", {})
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)
     try:
         topology = Topology(world=1, node_size=1)

@@ -78,16 +78,16 @@ def runner(architecture: str) -> Runner:
     return Runner(architecture)
 
 
-def taking(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """Tasks take the kernels of a runner from now on."""
-    found = Kernels("ptx", CPU, runner)
-    monkeypatch.setattr(dispatch, "cuda_runner", found.runner)
-    return found
+def use_for_cuda(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Let the dispatcher run the tasks of CUDA on ``runner`` until the test ends."""
+    kernels = Kernels("ptx", CPU, runner)
+    monkeypatch.setattr(dispatch, "cuda_runner", kernels.runner)
+    return kernels
 
 
 @pytest.fixture
 def cuda_kernels(runner, monkeypatch) -> Kernels:
-    return taking(runner, monkeypatch)
+    return use_for_cuda(runner, monkeypatch)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def encoding(*codecs: GroupCodec) -> Callable[[Kernels], None]:
 @pytest.mark.parametrize("shift", thinned((-1, 1), lambda shift: shift == 1))
 def test_a_reciprocal_off_by_a_unit_changes_nothing(architecture, shift, monkeypatch) -> None:
     """rcp.approx may err by a unit in the last place: the kernels correct it."""
-    kernels = taking(Runner(architecture, reciprocal_shift=shift), monkeypatch)
+    kernels = use_for_cuda(Runner(architecture, reciprocal_shift=shift), monkeypatch)
     encoding(INT4_STOCHASTIC, absmax(8, 128), GroupCodec(bits=8, group_size=64))(kernels)
 
 
@@ -259,7 +259,7 @@ def test_a_changed_kernel_is_noticed(name: str, unchanged, nothing_left, monkeyp
         texts.append(change.old in text)
         return text.replace(change.old, change.new)
 
-    change.run(taking(unchanged, monkeypatch))
+    change.run(use_for_cuda(unchanged, monkeypatch))
     with pytest.raises(change.error):
-        change.run(taking(Runner(QUICK_ARCHITECTURE, source=changed), monkeypatch))
+        change.run(use_for_cuda(Runner(QUICK_ARCHITECTURE, source=changed), monkeypatch))
     assert any(texts), "the kernels no longer have this text"

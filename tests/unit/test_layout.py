@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_quant.kernels import wire
-from ds_quant.zero.replica import _ranges
+from ds_quant.zero.replica import _window_ranges
 
 
 @pytest.mark.parametrize("bits", (1, 9, 0))
@@ -46,7 +46,7 @@ def test_windows_of_a_partition_begin_at_whole_vectors(ranks: int) -> None:
     partition = 18_000_001
     group = types.SimpleNamespace(flat=torch.empty(partition * ranks, device="meta"))
     for bucket in (5 * 10**8, 1000 * ranks):
-        windows = list(_ranges(group, ranks, bucket // ranks))
+        windows = list(_window_ranges(group, ranks, bucket // ranks))
         assert all(len(window) <= bucket // ranks for window in windows)
         assert all(window.start % (4096 if bucket > 10**6 else 1000) == 0 for window in windows)
         assert [window.start for window in windows[1:]] == [w.stop for w in windows[:-1]]

@@ -114,5 +114,7 @@ def test_equal_work_shares_a_plan_and_other_work_does_not(
     other = plan_of(**usual | {fact: FACTS[make][fact][1]})
     assert other is not plan
     if make is not gather_plans:
-        assert (other.sums is plan.sums) == (fact in ("param", "exact")), "layers are alike"
+        assert (other.reduction is plan.reduction) == (fact in ("param", "exact")), (
+            "layers are alike"
+        )
     assert plan_of(**usual) is plan

@@ -67,7 +67,7 @@ class Torch:
         )
         self.streams = streams
         monkeypatch.setattr(groups, "c10d", c10d)
-        monkeypatch.setattr(groups, "_made", {})
+        monkeypatch.setattr(groups, "_level_groups", {})
         monkeypatch.setattr(groups, "torch", SimpleNamespace(distributed=dist))
 
     def _vote(self, numbers: list[int]) -> list[int]:

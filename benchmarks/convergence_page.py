@@ -210,5 +210,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     for axis in (axes.xaxis, axes.yaxis):
         plot_style.plain_ticks(axis)
-    plot_style.finish(axes)
+    plot_style.add_legend(axes)
     plot_style.save(figure, path)

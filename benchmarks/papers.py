@@ -259,7 +259,7 @@ def draw_qsdp(results: Results, path: Path) -> None:
                 speeds[f"{claim_id}, {label}"] = point
     _dots(speed_ups, speeds, "speed-up", "Q6, Q7: speed-ups")
     for axes in (stall, low_widths, speed_ups):
-        plot_style.finish(axes)
+        plot_style.add_legend(axes)
     figure.suptitle("QSDP: figures of the paper beside ours")
     plot_style.save(figure, path)
 
@@ -290,7 +290,7 @@ def draw_sdp4bit(results: Results, path: Path) -> None:
         speed_ups, speeds, "speed-up", "S5 to S7: by bytes; S5, S7 with one link rate per cluster"
     )
     for axes in (loss, speed_ups):
-        plot_style.finish(axes)
+        plot_style.add_legend(axes)
     figure.suptitle("SDP4Bit: figures of the paper beside ours")
     plot_style.save(figure, path)
 

@@ -220,7 +220,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
             title=f"Loss against {base}, same data",
         )
     for axes in (bars, left, *others):
-        plot_style.finish(axes)
+        plot_style.add_legend(axes)
     figure.suptitle(title)
     plot_style.save(figure, path)
 

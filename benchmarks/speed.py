@@ -439,7 +439,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         )
         for each in (times, ratios):
             plot_style.plain_ticks(each.xaxis, rates)
-        plot_style.finish(times)  # one legend for both
+        plot_style.add_legend(times)  # one legend for both
         plot_style.plain_ticks(times.yaxis)
     plot_style.save(figure, path)
 
@@ -465,7 +465,7 @@ def _bars(
         axes.bar_label(bars, fmt="%.2f", padding=4, bbox=_ON_WHITE)
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        plot_style.finish(axes)
+        plot_style.add_legend(axes)
     for index, row in enumerate(rows):
         spread = [row["speedup_min"], row["speedup_max"]]
         ratios.plot(spread, [index + 0.3, index + 0.3], color="0.2", linewidth=1)

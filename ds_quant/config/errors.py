@@ -195,7 +195,10 @@ def _scheme_in_words(config: QuantizedCommConfig, block: Mapping[str, Any]) -> s
 
 
 def without_effect(config: QuantizedCommConfig, block: dict[str, Any]) -> list[str]:
-    """Return one sentence per key of the user that another setting makes irrelevant."""
+    """Return one sentence per key that the user wrote and another setting makes irrelevant.
+
+    block: the block as the user wrote it.
+    """
     if config.scheme == AUTOTUNE:
         return _chosen_by_autotune(block)
     sentences = []
@@ -223,7 +226,9 @@ def _chosen_by_autotune(block: dict[str, Any]) -> list[str]:
 def _irrelevant_keys(
     config: QuantizedCommConfig, role: str, written: Mapping[str, Any]
 ) -> Iterator[tuple[Iterable[str], str]]:
-    """Yield keys of a role without effect, and the reason; "{key}" in it stands for the key.
+    """Yield keys of a role without effect, and the words that go on after "no effect".
+
+    "{key}" in these words stands for the key.
 
     written: the keys of the role as the user wrote them.
     """

@@ -79,7 +79,7 @@ class QuantizedReduceScatter(ReduceScatter):
         self._sharded = sharded
         self._level = sharded.level
         group = sharded.group
-        self._own = group._reduce_scatter_comm  # FSDP2's
+        self._fsdp_reduce_scatter = group._reduce_scatter_comm
         self._mesh_records = group.mesh_info, group.post_forward_mesh_info
         # Plans, which hold no tensors but small tables: emptied when they are full.
         self._plans: PlanCache[tuple[torch.dtype, bool, float, tuple[bool, ...]], ReductionPlan]
@@ -143,7 +143,7 @@ class QuantizedReduceScatter(ReduceScatter):
     def disconnect(self) -> None:
         """Give FSDP2 its reduce-scatter back."""
         group = self._sharded.group
-        group._reduce_scatter_comm = self._own
+        group._reduce_scatter_comm = self._fsdp_reduce_scatter
         group.mesh_info, group.post_forward_mesh_info = self._mesh_records
         vars(group).pop("post_backward", None)
 
@@ -151,7 +151,7 @@ class QuantizedReduceScatter(ReduceScatter):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return uninitialized memory."""
-        return self._own.allocate(size, dtype=dtype, device=device)
+        return self._fsdp_reduce_scatter.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -171,7 +171,7 @@ class QuantizedReduceScatter(ReduceScatter):
         self._run.refuse_capture()
         if not self._sharded.reduces:
             self._level.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
-            return self._own(output_tensor, input_tensor, group, op, async_op)
+            return self._fsdp_reduce_scatter(output_tensor, input_tensor, group, op, async_op)
         self._context.after_reduction()
         plan = self._plan(input_tensor, self._scale(op))
         if self._has_users_hook:
@@ -426,10 +426,13 @@ class QuantizedReduceScatter(ReduceScatter):
         return address
 
     def _scale(self, op: Any) -> float:
-        """Return the factor of the sum over all ranks; after ``SUM`` FSDP2 divides, too."""
+        """Return the factor of the plugin's sum over all ranks.
+
+        After ``SUM`` FSDP2 divides the result: by the user's factor, else by the ranks of a shard
+        group. It knows of no replicas: see ``ShardedModule.reduce_between_nodes``.
+        """
         factor = self._sharded.group.gradient_divide_factor
         if op == dist.ReduceOp.SUM:
-            # FSDP2 divides by the user's factor, else by the ranks of a shard group.
             return 1 / self._level.replicas if factor is None else 1.0
         # A mean, or a sum premultiplied by the inverse of the user's factor.
         return 1 / (factor or self._level.hierarchy.size)

@@ -18,7 +18,7 @@ def workload_of(run: Run, modules: Sequence[ShardedModule], *, micro_steps: int)
     return Workload(
         params=[_sent_params(_of_level(modules, level)) for level in run.levels],
         gathers=2.0,  # in forward and in backward
-        gather=max(numels, default=0),
+        gather_numel=max(numels, default=0),
         micro_steps=micro_steps,
     )
 

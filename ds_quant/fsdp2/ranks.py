@@ -45,12 +45,12 @@ def ranks_of_model(meshes: Meshes, *, node_size: int) -> RanksOfModel:
 
     Raises:
         PlacementError: a mesh has unequal numbers of ranks in these nodes.
+        ValueError: ``node_size`` does not divide the ranks.
     """
     ranks = meshes.ranks
+    is_whole_job = ranks == tuple(range(torch.distributed.get_world_size()))
     all_in_nodes = Topology(
-        world=len(ranks),
-        node_size=node_size,
-        ranks=() if ranks == tuple(range(torch.distributed.get_world_size())) else ranks,
+        world=len(ranks), node_size=node_size, ranks=() if is_whole_job else ranks
     )
     return RanksOfModel(
         meshes=meshes,
@@ -60,6 +60,7 @@ def ranks_of_model(meshes: Meshes, *, node_size: int) -> RanksOfModel:
 
 
 def _in_nodes(mesh: Mesh, all_in_nodes: Topology) -> Topology:
+    """Return the ranks of a mesh in nodes; with replicas of several ranks every replica is one."""
     if not mesh.has_node_replicas:
         return all_in_nodes.part(mesh.ranks)
     if mesh.ranks == tuple(all_in_nodes.all_ranks):
@@ -83,7 +84,7 @@ def run_of(
             replicas=mesh.has_node_replicas,
         )
         process_groups = ProcessGroups(shards=mesh.shard_group, replicas=mesh.replica_group)
-        if mesh.shards == 1:
+        if mesh.shards == 1:  # the ranks that exchange are the replicas
             process_groups = ProcessGroups(shards=mesh.replica_group or mesh.shard_group)
         if run is None:
             run = Run(

@@ -37,14 +37,28 @@ _NO_ADDRESS = Address(key=0, step=0)
 _VARIANTS = 64  # kept: dtypes and alignments of a run's buffers hardly ever change
 
 
-def describe(device: torch.device, backend: str = "auto") -> str:
+def name_of_kernels(device: torch.device, backend: str = "auto") -> str:
     """Name the kernels that a backend uses on a device for the log: CuPy, C++ or torch kernels."""
     if device.type == "cuda" and backend == "auto":
         return "torch kernels" if cuda.runner_of(device) is None else "CuPy kernels"
-    if device.type == "cpu" and backend == "auto":
-        why = native.unavailable_reason()
-        return "C++ kernels" if why is None else f"torch kernels (C++ ones {why})"
+    if device.type == "cpu" and backend == "auto" and native.unavailable_reason() is None:
+        return "C++ kernels"
     return "torch kernels"
+
+
+def why_no_native(device: torch.device, backend: str = "auto") -> str:
+    """Return the reason why a CPU has torch kernels though ``backend`` allows C++ ones; else ""."""
+    if device.type != "cpu" or backend != "auto":
+        return ""
+    reason = native.unavailable_reason()
+    return "" if reason is None else f"C++ ones {reason}"
+
+
+def describe(device: torch.device, backend: str = "auto") -> str:
+    """Name the kernels, and give the reason of ``why_no_native`` in parentheses."""
+    reason = why_no_native(device, backend)
+    name = name_of_kernels(device, backend)
+    return f"{name} ({reason})" if reason else name
 
 
 def on_host(device: torch.device, backend: str) -> ModuleType:

@@ -92,9 +92,10 @@ from ds_quant.kernels.wire import (
     scale_bytes,
 )
 
-TINY = 2.0**-99
-HUGE_SCALE = 2.0**126
-HUGE = 2.0**127
+# See [Note: exceptional groups] and [Note: Gaussian levels].
+TINY = 2.0**-99  # groups below are zeros
+HUGE_SCALE = 2.0**126  # groups with a larger scale are NaN
+HUGE = 2.0**127  # Gaussian groups from here on are NaN
 LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -320,17 +321,24 @@ def gaussian_table(bits: int, device: torch.device) -> Tensor:
         return torch.cat([-magnitudes, magnitudes])
 
 
-def _gaussian(x: Tensor, levels: Tensor) -> _Quantized:
+def _gaussian(
+    x: Tensor,  # (groups, 128) fp32
+    levels: Tensor,  # (2^bits,) fp32, those of ``gaussian_table``
+) -> _Quantized:
+    """Quantize by the steps of [Note: Gaussian levels], with its symbols in the comments."""
     half = levels.numel() // 2
-    magnitudes = levels[half:]
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    largest = x.abs().amax(1, keepdim=True)
-    exponent = largest.view(torch.int32) >> _MANTISSA  # biased
-    units = x * ((254 - exponent) << _MANTISSA).view(torch.float32)
+    magnitudes = levels[half:]  # t_k
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2  # h_k
+    largest = x.abs().amax(1, keepdim=True)  # m
+    exponent = largest.view(torch.int32) >> _MANTISSA  # e + 127, as fp32 holds it
+    inverse_power = ((254 - exponent) << _MANTISSA).view(torch.float32)  # 2^-e
+    units = x * inverse_power  # u
     squares = units * units
-    energy = _folded(squares)
-    codes = torch.bucketize(squares * (energy / GAUSSIAN_GROUP).reciprocal(), middles * middles)
-    scale = energy * _folded(units.abs() * magnitudes[codes]).reciprocal()
+    energy = _folded(squares)  # S
+    inverse_mean = (energy / GAUSSIAN_GROUP).reciprocal()
+    codes = torch.bucketize(squares * inverse_mean, middles * middles)  # k
+    projection = _folded(units.abs() * magnitudes[codes])  # P
+    scale = energy * projection.reciprocal()
     scale = (scale * (exponent << _MANTISSA).view(torch.float32)).bfloat16()
     tiny, nan = largest < TINY, ~(largest < HUGE)
     codes = (codes + half * ~torch.signbit(x)).masked_fill(tiny | nan, half)

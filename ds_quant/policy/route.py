@@ -298,15 +298,18 @@ class Routes:
         )
 
     def _flips(self) -> int:
+        """Return ``Route.flips``: 0 without signs, 1 with shared ones, or OWN_SIGNS."""
         gradients = self.scheme.block.gradients
-        rotation_signs = gradients.rotation_signs
-        has_few_bits = gradients.bits <= OWN_SIGNS_BITS
-        own_signs = rotation_signs == "node" and self.nodes > 1
-        if rotation_signs is True and gradients.range == "gaussian" and has_few_bits:
-            own_signs = self.nodes >= OWN_SIGNS_NODES
-        if own_signs:
-            return OWN_SIGNS
-        return int(bool(rotation_signs))
+        if gradients.rotation_signs is False:
+            return 0
+        has_own_signs = False
+        if gradients.rotation_signs == "node":
+            has_own_signs = self.nodes > 1
+        elif gradients.rotation_signs is True and gradients.range == "gaussian":
+            # Signs of its own for each node pay with few bits and many nodes.
+            has_few_bits = gradients.bits <= OWN_SIGNS_BITS
+            has_own_signs = has_few_bits and self.nodes >= OWN_SIGNS_NODES
+        return OWN_SIGNS if has_own_signs else 1
 
     def _delivery(self, last: Hop) -> Hop | None:
         if self.stage in (0, 3):  # the ranks that sum are those that need the sums

@@ -61,20 +61,23 @@ class Workload:
     """The communication of an optimizer step, the same for every scheme.
 
     params: of every level of the run.
-    gathers: of every weight in a micro-step. gather: elements of one gather.
+    gathers: of every weight in a micro-step. gather_numel: elements of one gather.
     micro_steps: of an optimizer step.
     stock_gradients: the front's library reduces all gradients itself.
     """
 
     params: Sequence[Sequence[SentParam]]
     gathers: float
-    gather: int
+    gather_numel: int
     micro_steps: int
     stock_gradients: bool = False
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of the first gradient that the block sends."""
+        """The dtype of gradients that codecs take, for prices and kernels.
+
+        Where they differ, it is that of the first one; fp32 if codecs take none.
+        """
         for params in self.params:
             for sent in params:
                 if not sent.stock_gradients:

@@ -86,7 +86,7 @@ def summary(run: Run, front: LineParts) -> str:
         facts.append(f"from step {block.warmup_steps} on;")
     if run.topology.world > 1:
         facts.append(f"{_memory_in_short(run, front)};")
-    kernels, _, _ = dispatch.describe(run.device, block.backend).partition(" (")
+    kernels = dispatch.name_of_kernels(run.device, block.backend)
     facts += [f"{kernels};", f"all: ds_quant.report({front.report_of})"]
     return "\n  ".join(_lines_of(facts))
 
@@ -171,9 +171,9 @@ def _sentences(run: Run, front: LineParts) -> list[str]:
         tensors = ", ".join(_tensors_by_reason(volume))
         share = 100 * volume.full_precision_share
         sentences.append(f"NOT compressed: {tensors}, {share:.1f} % of the bytes")
-    _, _, why_torch = dispatch.describe(run.device, run.scheme.block.backend).partition(" (")
-    if why_torch:
-        sentences.append(f"torch kernels are slow: {why_torch.removesuffix(')')}")
+    why_no_native = dispatch.why_no_native(run.device, run.scheme.block.backend)
+    if why_no_native:
+        sentences.append(f"torch kernels are slow: {why_no_native}")
     return [*sentences, *_advice_and_notices(run, front)]
 
 
@@ -182,7 +182,7 @@ def _names_tensors(run: Run, volume: ModelVolume) -> bool:
     formats = in_words.formats(volume.routes, _weights_dtype(run))
     return (
         run.topology.world > 1
-        and "NOT" not in formats
+        and in_words.UNCOMPRESSED not in formats
         and in_words.NOTHING != formats
         and volume.full_precision_share > _NOTABLE
     )
@@ -351,10 +351,11 @@ def _advised(
     block = routes.scheme.block
     stage = routes.stage
     place = choosing.Place(stage, routes.nodes, routes.node_size, block.allow_full_replica)
-    lossy = routes.scheme.gradients is not None and block.scheme in preset_groups()[""]
-    if routes.nodes == 1 or not lossy or block.scheme in choosing.candidates(place):
+    recommended = preset_groups()[""]
+    is_lossy = routes.scheme.gradients is not None and block.scheme in recommended
+    if routes.nodes == 1 or not is_lossy or block.scheme in choosing.candidates(place):
         return []
-    best = choosing.autotune_candidates(place)[-1]
+    best = choosing.autotune_candidates(place)[-1]  # the first ones are more precise
     other = volume_of(parse_block({"scheme": best}).to_scheme())
     other_bytes = other.step_bytes(stage, micro_steps=micro_steps)
     if other_bytes > _LESS * own.step_bytes(stage, micro_steps=micro_steps):

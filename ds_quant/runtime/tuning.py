@@ -85,7 +85,7 @@ def _work(run: Run) -> autotune.Work:
     return autotune.Work(
         numel=numel,
         trained=trained,
-        gather=min(workload.gather, numel),
+        gather=min(workload.gather_numel, numel),
         bucket=min(run.sizes[0].bucket, trained),
         dtype=dtypes[0] if dtypes else torch.float32,
         gradients=workload.gradient_dtype,

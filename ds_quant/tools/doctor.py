@@ -239,7 +239,7 @@ def cpu_kernels() -> Check:
     found = f"plain torch, slower: C++ kernels {problem}"
     fix = "install a C++ compiler, then ds_quant again"
     if torch.cuda.is_available():
-        fix = ""  # tensors are on GPUs
+        fix = ""  # tensors are on GPUs, so nothing is to be mended
     return Check("CPU kernels", found, {"built": False}, fix, WARNING)
 
 

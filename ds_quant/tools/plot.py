@@ -111,7 +111,7 @@ def _plot(axes: Any, steps: list[int], series: Series) -> None:
         axes.plot(steps, values, label=name, color=_COLORS.get(name, _OTHER_COLOR), marker=".")
     if axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
-    plot_style.finish(axes)
+    plot_style.add_legend(axes)
 
 
 def _bytes(axes: Any, records: list[Record]) -> Series:

@@ -108,11 +108,12 @@ def _scheme_of(name: str) -> str:
     return first
 
 
-def finish(axes: Any) -> None:
-    """Put a legend beside the axes, if they have lines."""
-    lines, names = axes.get_legend_handles_labels()
-    if lines:
-        axes.legend(lines, map(wrapped, names), bbox_to_anchor=(1, 0.5))
+def add_legend(axes: Any) -> None:
+    """Put a legend to the right of the axes, if anything in them has a label."""
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        # With ``legend.loc`` of the style this is the middle of the legend's left edge.
+        axes.legend(handles, map(wrapped, names), bbox_to_anchor=(1, 0.5))
 
 
 def plain_ticks(axis: Any, marks: Sequence[float] | None = None) -> None:

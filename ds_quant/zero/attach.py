@@ -420,7 +420,7 @@ def _accumulate(
 def _has_partial_sums(
     run: Run, partial_gradients: PartialGradients, owner: int, parameter: Tensor
 ) -> bool:
-    """Return True if the plugin keeps partial sums of a gradient, and DeepSpeed got zeros.
+    """Return True if the plugin keeps partial sums of a gradient. DeepSpeed's part of it is zeros.
 
     owner: rank that gets the sum; NO_OWNER under ZeRO-3.
     """

@@ -154,7 +154,7 @@ def _restore_levels(run: Run, device: torch.device, saved: dict[str, Any]) -> No
 _PATIENCE = 60.0  # seconds before rank 0 names the missing ranks
 _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 
-# In the order in which they attached, which is the same on all ranks.
+# A set in the order of attaching, which is the same on all ranks.
 _replicas: WeakKeyDictionary[Replica, None] = WeakKeyDictionary()
 _logged_lines: set[str] = set()  # of ``_calling_line``
 
@@ -174,7 +174,9 @@ _LIBRARIES = frozenset(
 
 
 def watch_reads(replica: Replica, events: hooks.Hooks) -> None:
-    """Wrap or log the readers of a replica: see [Note: who reads weights]."""
+    """Give Accelerate and the end of ``Trainer.train`` exact weights, and log other state dicts:
+    see [Note: who reads weights].
+    """
     if replica.front.run.scheme.weights is None:  # nothing is decoded
         return
     on_destroy = events.on_destroy
@@ -183,6 +185,7 @@ def watch_reads(replica: Replica, events: hooks.Hooks) -> None:
     for module in events.engine.module.modules():
         if any(_is_quantized(replica, p) for p in module.parameters(recurse=False)):
             on_destroy.append(module.register_state_dict_pre_hook(_log_state_dict).remove)
+    # Not imported here: a library that has built the engine is imported by now.
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if accelerator is not None:
         hooks.wrap_once(accelerator, "get_state_dict", _get_exact_state_dict)

@@ -126,7 +126,7 @@ class EngineFront:
         return Workload(
             params=[params],
             gathers=self.gathers,
-            gather=gather,
+            gather_numel=gather,
             micro_steps=engine.gradient_accumulation_steps(),
             stock_gradients=self.stock_gradients_reason is not None,
         )

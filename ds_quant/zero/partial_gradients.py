@@ -133,7 +133,11 @@ class PartialGradients:
         return popped
 
     def discard(self) -> None:
-        """Discard all sums: the accumulation was abandoned."""
+        """Discard all sums: the accumulation was abandoned.
+
+        No stream needs their memory. A running reduction adds to them in its ``wait``, which nobody
+        calls any more, and DeepSpeed ends every backward with a wait for the stream of reductions.
+        """
         self._buckets.clear()
         self._keys.clear()
         self._reduced.clear()
@@ -151,7 +155,8 @@ class PartialGradients:
         bucket = self._buckets.pop(key, None)
         if bucket is not None:
             self.nbytes -= bucket.values.nbytes
-            accelerator.keep_for_current_stream(bucket.values)  # see ``return_to_device``
+            # The current stream has not allocated them if ``return_to_device`` has.
+            accelerator.keep_for_current_stream(bucket.values)
         return bucket
 
     def _reduce(self, bucket: PartialBucket) -> None:
@@ -174,7 +179,7 @@ class PartialGradients:
 
         Called after the last gradient of every backward; does nothing before the boundary.
 
-        flush, reduce_zeros: see ``hooks.shard_buckets``.
+        flush, reduce_zeros: see ``shard_hooks.shard_buckets``.
         """
         if not (self._buckets or self._reduced):
             return
@@ -217,8 +222,8 @@ class PartialGradients:
     def return_to_device(self) -> None:
         """Move all sums back: see ``offload.follow_states``.
 
-        The current stream allocates them and the stream of reductions reads them, so ``pop`` keeps
-        their memory for the latter.
+        The current stream allocates them, and the stream of reductions reads them. So ``pop`` and
+        ``pop_reduced`` record them on that stream.
         """
         for sums in self._all_sums():
             sums.data = sums.to(accelerator.device())

@@ -164,24 +164,46 @@ def test_every_feature_knows_that_what_it_touches_is_done(
 
 def away_and_back(engine: Any, step: int, _: int) -> list[float]:
     """States leave the device after every micro-step and come back to it as copies."""
+    losses = []
+    for micro in range(MICRO_STEPS):
+        losses.append(forward(engine, step, micro))
+        engine.backward(losses[-1])
+        engine.step()
+        _offload_and_reload(engine)
+    return [float(loss.detach()) for loss in losses]
+
+
+def _offload_and_reload(engine: Any) -> None:
     from tests.distributed.device_model import is_ours
 
-    losses, to = [], Tensor.to
+    to = Tensor.to
 
     def copied(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         moved = to(tensor, *args, **options)
         return moved.clone() if moved is tensor and is_ours(1) else moved
 
+    engine.optimizer.offload_states(include=INCLUDE[engine.zero_optimization_stage()])
+    accelerator.synchronize()  # the host waits for what it is given
+    Tensor.to = copied
+    engine.optimizer.reload_states()
+    Tensor.to = to
+
+
+def given_up(engine: Any, step: int, _: int) -> list[float]:
+    """The gradients of all micro-steps but the last are dropped, and their memory is used again.
+
+    The sums come back from the host in the first micro-step: then another stream owns them.
+    """
     for micro in range(MICRO_STEPS):
-        losses.append(forward(engine, step, micro))
-        engine.backward(losses[-1])
+        loss = forward(engine, step, micro)
+        engine.backward(loss)
+        if micro == MICRO_STEPS - 2:
+            engine.optimizer.zero_grad()
+            torch.zeros(1)  # takes memory that is free
         engine.step()
-        engine.optimizer.offload_states(include=INCLUDE[engine.zero_optimization_stage()])
-        accelerator.synchronize()  # the host waits for what it is given
-        Tensor.to = copied
-        engine.optimizer.reload_states()
-        Tensor.to = to
-    return [float(loss.detach()) for loss in losses]
+        if micro == 0:
+            _offload_and_reload(engine)
+    return [float(loss.detach())]
 
 
 LEARNED = {"weights": {"levels": "learned", "level_steps": [1, 2], "rounding": "nearest"}}
@@ -189,6 +211,7 @@ WATCHED = {"fallback": {"on_nonfinite": "full_precision"}}
 SAMPLED = {"metrics": {"interval": 2, "file": "metrics"}}
 WHOLE = {"allow_full_replica": True}
 AWAY = Feature(accumulation=MICRO_STEPS, step=away_and_back)
+GIVEN_UP = Feature(accumulation=MICRO_STEPS, step=given_up)
 AHEAD = Feature(zero=PREFETCH)
 
 
@@ -217,13 +240,19 @@ WAYS = {
     "warm-up": Way("sdp4bit", block={"warmup_steps": 1}),
     "states off the device": Way("sdp4bit", AWAY),
     "states off the device, lossless": Way("lossless_w_g3", AWAY),
+    "accumulation given up": Way("sdp4bit", GIVEN_UP),
+    "accumulation given up, lossless": Way("lossless_w_g3", GIVEN_UP),
     "one node": Way("sdp4bit", world="1x4"),
     "one node, zeropp": Way("zeropp", world="1x4"),
     "one rank per node": Way("sdp4bit", world="4x1", block=WHOLE),
     "one rank per node, qsdp": Way("qsdp", world="4x1"),
     "one rank per node, lossless": Way("lossless_w_g3", world="4x1", block=WHOLE),
 }
-QUICK_WAYS = [("states off the device", 3), ("one rank per node", 2)]
+QUICK_WAYS = [
+    ("states off the device", 3),
+    ("accumulation given up", 3),
+    ("one rank per node", 2),
+]
 
 
 @pytest.mark.parametrize(

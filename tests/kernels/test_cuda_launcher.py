@@ -174,7 +174,11 @@ def test_tables_are_compiled_anew_for_other_buffers(changed: str) -> None:
 
 @pytest.mark.parametrize("group_size", (8192, 288, 96))
 def test_order_of_warps_does_not_matter(cuda_kernels, shim, monkeypatch, group_size: int) -> None:
-    """A race between warps of a block would show as a difference."""
+    """A race between warps of a block would show as a difference from the page.
+
+    The shim runs the warps of a block from the last to the first. On a GPU a race would make
+    messages differ from run to run.
+    """
     monkeypatch.setattr(shim, "reversed_warps", True)
     for formula in ({"rounding": "random_shift"}, {"levels": "learned"}, {"range": "absmax"}):
         codec = GroupCodec(bits=5, group_size=group_size, **formula)

@@ -41,23 +41,24 @@ def test_a_clock_on_the_cpu_waits_for_nothing(done: list[object]) -> None:
     assert done == ["read"]
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("is_synchronized", [False, True])
 def test_dropped_values_are_kept_for_the_stream_that_used_them(
-    ordered: bool, monkeypatch: pytest.MonkeyPatch
+    is_synchronized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = types.SimpleNamespace(
-        is_synchronized_device=lambda: ordered,
+    """Else a new tensor may get their memory while that stream still reads it."""
+    stand_in = types.SimpleNamespace(
+        is_synchronized_device=lambda: is_synchronized,
         on_accelerator=lambda tensor: True,
-        current_stream=lambda: "optimizer",
+        current_stream=lambda: "current",
     )
-    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
-    kept: list[str] = []
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: stand_in)
+    recorded: list[str] = []
     status = enum.Enum("Status", "AVAILABLE NOT_AVAILABLE")
-    data = types.SimpleNamespace(record_stream=kept.append)
+    data = types.SimpleNamespace(record_stream=recorded.append)
     parameter = types.SimpleNamespace(data=data, ds_status=status.AVAILABLE)
     sharded_params.drop_values(parameter)
     assert parameter.ds_status is status.NOT_AVAILABLE
-    assert kept == ([] if ordered else ["optimizer"])
+    assert recorded == ([] if is_synchronized else ["current"])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -17,6 +17,22 @@ native_kernels = pytest.mark.skipif(
 )
 
 
+def _makes_streams() -> bool:
+    """Return False for a build of torch for CUDA without a driver."""
+    import torch
+
+    try:
+        torch.Stream()
+    except RuntimeError:
+        return False
+    return True
+
+
+streams = pytest.mark.skipif(
+    not _makes_streams(), reason="torch.Stream() of this build of torch needs a CUDA driver"
+)
+
+
 @cache
 def _source_of_deepspeed(path: str) -> str:
     """Return a source file of DeepSpeed. It is read, because an import takes seconds."""

@@ -27,6 +27,7 @@ from ds_quant.config.errors import AttachError
 from ds_quant.ddp import gradients as ddp_gradients
 from ds_quant.ddp import model as ddp_model
 from ds_quant.runtime.handshake import StartError
+from tests import needs
 from tests.distributed.ddp_runs import (
     EXACT,
     WIDTH,
@@ -184,10 +185,15 @@ class Sparse(nn.Module):
         self.linear = nn.Linear(8, 8)
 
 
+@needs.streams
 @on_ranks(2)
-def test_models_that_cannot_be_served_are_refused_by_name() -> None:
+def test_mixed_precision_of_ddp_is_refused_by_name() -> None:
     half = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     refuse("mixed_precision= registers a communication", ValueError, Net, mixed_precision=half)
+
+
+@on_ranks(2)
+def test_models_that_cannot_be_served_are_refused_by_name() -> None:
     refuse("table: sparse=True: .* set sparse=False", ValueError, Sparse)
     own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     refuse("allowed: all 2 ranks of the job", ValueError, Net, process_group=own)

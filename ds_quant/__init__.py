@@ -15,11 +15,13 @@ from ds_quant import _autoload
 __version__ = "1.0.0rc1"
 
 _MODULE_OF = {
+    "AttachError": "ds_quant.config.errors",
     "CastCodec": "ds_quant.codec.codec",
     "ConfigError": "ds_quant.config.schema",
     "GroupCodec": "ds_quant.codec.codec",
     "QuantizedCommConfig": "ds_quant.config.schema",
     "Scheme": "ds_quant.policy.scheme",
+    "StartError": "ds_quant.runtime.handshake",
     "exact_weights": "ds_quant.zero.attach",
     "json_schema": "ds_quant.config.schema",
     "report": "ds_quant.questions",

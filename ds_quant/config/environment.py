@@ -15,6 +15,10 @@ from ds_quant.config.schema import QuantizedCommConfig
 
 VARIABLE = "DS_QUANT_BLOCK"
 KILL_VARIABLE = "DS_QUANT_KILL_FILE"  # names a file whose existence switches quantization off
+_ALLOWED = (
+    'a block such as {"scheme": "autotune"}, the path of a file that holds one, or the name of a '
+    "preset"
+)
 CONFIG_WINS = f"{VARIABLE} is set, too: the block in the DeepSpeed config is used"
 
 
@@ -53,6 +57,8 @@ def read(source: str) -> object:
         ConfigError: the text is none of these.
     """
     source = source.strip()
+    if not source:
+        raise ConfigError(f'block="": allowed: {_ALLOWED}')
     if source in (*preset_names(), *RENAMED, AUTOTUNE):
         return {"scheme": source}
     try:
@@ -64,12 +70,9 @@ def read(source: str) -> object:
         reason = getattr(error, "strerror", None) or error
         similar = did_you_mean(source, preset_names())
         hint = "" if similar is None else f'did you mean "{similar}"? '
-        raise ConfigError(
-            f'{show(source)}: {reason}: {hint}allowed: a block such as {{"scheme": "autotune"}}, '
-            "the path of a file that holds one, or the name of a preset"
-        ) from None
+        raise ConfigError(f"{show(source)}: {reason}: {hint}allowed: {_ALLOWED}") from None
     if isinstance(block, dict) and KEY in block:
-        if problems := misplaced_block(block):
+        if problems := misplaced_block(block, QuantizedCommConfig.model_fields):
             raise ConfigError(*problems)
         return block[KEY]
     return block
@@ -84,7 +87,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise ConfigError(f"{', '.join(duplicates)}: set twice in one object")
+        raise ConfigError(f"{', '.join(duplicates)}: set twice in one object: leave one out")
     return dict(pairs)
 
 
@@ -113,7 +116,7 @@ def block_of(
             source = read(str(source))
         if isinstance(source, Mapping):
             source = dict(source)
-            if problems := misplaced_block(source):
+            if problems := misplaced_block(source, QuantizedCommConfig.model_fields):
                 raise ConfigError(*problems)
             source = source.get(KEY, source)
         config = schema.parse_block(source, load_codecs=load_codecs)

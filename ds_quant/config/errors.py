@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ _UNSUPPORTED = {
     f"{KEY}.weights has {key}: leave {key} out here"
     for key in ("levels", "level_steps", "level_rate")
 }
-# Keys of a block that no DeepSpeed config has.
-_KEYS_OF_A_SCHEME = ("scheme", "weights", "gradients")
+# Keys of a block that a config may also have for another program.
+_COMMON_KEYS = ("enabled", "seed", "metrics", "backend")
 # Keys that the user's own codec replaces.
 _CODEC_KEYS = ("bits", "group_size", "range", "rounding", "levels")
 # Keys of learned levels.
@@ -110,7 +110,7 @@ def another_block(first: QuantizedCommConfig, second: QuantizedCommConfig) -> st
     return f"with another block: {', '.join(islice(found, _SHOWN))}"
 
 
-def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
+def misplaced_block(param_dict: Mapping[Any, Any], keys_of_block: Container[object]) -> list[str]:
     """Return one sentence per block that is misspelt or not at the top level, and per key of a
     block that stands beside it.
 
@@ -118,7 +118,7 @@ def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
     """
     problems = []
     for key, value in param_dict.items():
-        if KEY in param_dict and key in _KEYS_OF_A_SCHEME:
+        if KEY in param_dict and key in keys_of_block and key not in _COMMON_KEYS:
             problems.append(f"{key}={show(value)}: move {key} into {KEY}")
         # 0.75 also catches "quantized_communication"; DeepSpeed's own keys reach 0.6 at most.
         if key != KEY and isinstance(key, str) and did_you_mean(key, [KEY], cutoff=0.75):

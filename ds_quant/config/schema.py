@@ -517,7 +517,7 @@ def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedC
     Raises:
         ConfigError: a mistake in the block, also in a disabled, misspelt or misplaced one.
     """
-    problems = misplaced_block(param_dict)
+    problems = misplaced_block(param_dict, QuantizedCommConfig.model_fields)
     if problems:
         raise ConfigError(*problems)
     if KEY not in param_dict:

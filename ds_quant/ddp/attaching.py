@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,13 @@ from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp import hook as hooks
 from ds_quant.ddp.model import STAGE, AttachedModel, reduced_parameters
 from ds_quant.policy import refusals
-from ds_quant.runtime.handshake import handshake, model_facts, refusal_of_this_rank
+from ds_quant.runtime.given_optimizers import optimizers_of
+from ds_quant.runtime.handshake import (
+    handshake,
+    model_facts,
+    refusal_of_this_rank,
+    stay_away,
+)
 from ds_quant.runtime.inactive import InactiveFront
 from ds_quant.runtime.short_messages import shorten_messages
 from ds_quant.runtime.start import start
@@ -31,20 +37,21 @@ def attach(
     model: nn.Module,
     block: Mapping[str, Any] | str | Path | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
 ) -> AttachedModel | InactiveFront:
     """Send the gradients of a DDP model as a ``quantized_comm`` block says.
 
-    Call it on all ranks before the first backward. Keep the result in the checkpoint's state, so
-    that a resumed run repeats its random bits. A second call with the same block returns the first
-    result, and takes an optimizer that was made since.
+    Call it on all ranks, with or without a block, before the first backward. Keep the result in
+    the checkpoint's state, so that a resumed run repeats its random bits. A second call with the
+    same block returns the first result, and takes optimizers that were made since.
 
     Args:
         model: a ``DistributedDataParallel``, or a module that holds one, such as the result of
             ``torch.compile`` or of Lightning Fabric.
         block: the block, the name of a preset, JSON, or the path of a file that holds JSON. None:
             that of DS_QUANT_BLOCK.
-        optimizer: to be warned of an accumulation that sends gradients several times.
+        optimizer: one or several, to be warned of an accumulation that sends gradients several
+            times.
 
     Returns:
         The attached front. Without a block or with ``enabled: false`` one that does nothing.
@@ -53,14 +60,17 @@ def attach(
         ConfigError: a setting or a combination that cannot work, before any collective.
         AttachError: a setting of DDP that cannot work, such as another communication hook; a model
             without a ``DistributedDataParallel``, or with several; a second call with another
-            block. Before any collective.
-        StartError: ranks with other settings or without this call, or an error of another rank.
+            block; an optimizer that is none. Before any collective.
+        StartError: ranks with other settings, without a block or without this call, an error of
+            another rank, or a file of metrics that cannot be written. The model keeps a hook, which
+            reduces as DDP alone does.
     """
     shorten_messages()
     with refusal_of_this_rank():
         config = environment.block_of(block)
         if config is None:
-            return InactiveFront(environment.reason_of_no_block(block))
+            return _inactive(environment.reason_of_no_block(block))
+        optimizers = [] if optimizer is None else optimizers_of(optimizer)
         ddp = _ddp_of(model)
         attached = front_of(ddp)
         if attached is not None:
@@ -69,12 +79,12 @@ def attach(
             refuse_unsupported(ddp)
             refusals.refuse_block(config, stage=STAGE, world=dist.get_world_size())
             if not any(reduced_parameters(ddp)):
-                return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
+                return _inactive("DDP reduces no parameter of this model: nothing is quantized")
         hook = hooks.find(ddp) or hooks.register(ddp)
     facts = model_facts("ddp", ddp.module)
     node_size = handshake(config, facts=facts, device=ddp.device, call="ds_quant.ddp.attach")
     if attached is not None:
-        _follow(attached, optimizer)
+        attached.follow(optimizers)
         return attached
     topology = Topology(world=dist.get_world_size(), node_size=node_size)
     make = partial(AttachedModel, ddp, hook, topology, config)
@@ -82,7 +92,7 @@ def attach(
     front.run.notices += _bypassing(ddp)
     start(front.run, front.events, resync=lambda: None)  # no rank caches weights
     announce(front.run, front.line_parts())
-    _follow(front, optimizer)
+    front.follow(optimizers)
     front.connect()
     return front
 
@@ -100,9 +110,10 @@ def _refuse_another_block(attached: AttachedModel, config: QuantizedCommConfig) 
         )
 
 
-def _follow(front: AttachedModel, optimizer: Optimizer | None) -> None:
-    if optimizer is not None:
-        front.follow(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
+def _inactive(reason: str) -> InactiveFront:
+    """Return a front that does nothing, and tell ranks that have a block."""
+    stay_away(reason)
+    return InactiveFront(reason)
 
 
 def _bypassing(ddp: DistributedDataParallel) -> Iterator[str]:

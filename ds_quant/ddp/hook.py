@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,8 +26,8 @@ class Reducer(Protocol):
 class Hook:
     """The state of the hook of one model.
 
-    reducer: reduces the buckets; None: torch's own hook does, before ``attach`` is through and
-        after ``detach``, which frees it.
+    reducer: reduces the buckets; None before ``attach`` is through and after ``detach``, which
+        frees it: then buckets are reduced as by DDP without a hook.
 
     Must not refer to the model, which could never be freed: torch's C++ code holds the hook.
     """
@@ -52,8 +52,18 @@ def reduce_bucket(state: Hook, bucket: GradBucket) -> torch.futures.Future[torch
             'single gradients: allowed: "ddp_optimizer" (the default), "no_optimization"'
         )
     if state.reducer is None:
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the world
+        return mean_of_ranks(bucket.buffer())
     return state.reducer.reduce(bucket)
+
+
+def mean_of_ranks(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Replace values by their mean over all ranks, with the bits of DDP without a hook.
+
+    DDP multiplies by the inverse of the number of ranks, and torch's ``allreduce_hook`` divides.
+    """
+    buffer.mul_(1 / dist.get_world_size())
+    work = dist.all_reduce(buffer, async_op=True)
+    return work.get_future().then(lambda reduced: reduced.value()[0])
 
 
 _hooks: "WeakKeyDictionary[DistributedDataParallel, Hook]" = WeakKeyDictionary()

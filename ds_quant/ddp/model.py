@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ from ds_quant.comm.topology import Topology
 from ds_quant.config.errors import KEY
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp.gradients import RUN_NUMEL, BucketReduction
-from ds_quant.ddp.hook import Hook
+from ds_quant.ddp.hook import Hook, mean_of_ranks
 from ds_quant.policy import choosing
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.route import Routes
@@ -97,9 +96,10 @@ class AttachedModel:
         """Reduce the model's buckets."""
         self._hook.reducer = self
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Notice gradients that are sent several times per optimizer step."""
-        self._accumulation.follow(optimizer)
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Notice gradients that are sent several times per step of these optimizers."""
+        if optimizers:
+            self._accumulation.follow(optimizers)
 
     def detach(self) -> None:
         """Let torch reduce the gradients in full precision. Call it on all ranks, between rounds.
@@ -134,7 +134,7 @@ class AttachedModel:
             elif bucket.parameters()[0].dtype not in FLOATS:  # complex ones have a real buffer
                 flat = self.run.world.hierarchy.flat
                 flat.count_ring(buffer.nbytes, role="gradients", passes=2)
-                future = allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: the world
+                future = mean_of_ranks(bucket.buffer())
             else:
                 self._reduction.begin(bucket, self.step, partial(self._complete, bucket, future))
             if bucket.is_last():
@@ -292,24 +292,27 @@ class Accumulation:
         self.rounds = 0
         self._last_rounds = 0  # of the optimizer step before
         self._has_warned = False
-        self._hook: Any = None  # of the optimizer, which holds this until ``stop``
+        self._hooks: list[Any] = []  # of the optimizers, which hold this until ``stop``
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Notice the steps of an optimizer, and no longer those of the one before."""
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Notice the steps of optimizers, and no longer those of earlier ones."""
         self.stop()
         # Before a step: one that raises has used its gradients, too.
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in optimizers]
 
     def stop(self) -> None:
         """Follow no optimizer any more."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _before_step(self, *_: Any) -> None:
         """Warn of two optimizer steps in a row with as many rounds each, more than one.
 
         A single step with several rounds has skipped updates: a GradScaler looks for its scale.
         """
+        if not self.rounds:  # another optimizer has just stepped with these gradients
+            return
         if 1 < self.rounds == self._last_rounds and not self._has_warned:
             self._has_warned = True
             self._run.log(

@@ -21,7 +21,7 @@ from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.meshes import Mesh, Meshes, mesh_of_group, meshes_of
 from ds_quant.fsdp2.model import AttachArguments, AttachedModel
-from ds_quant.fsdp2.optimizers import optimizers_of, parameters_of
+from ds_quant.fsdp2.optimizers import parameters_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, ranks_of_model
 from ds_quant.fsdp2.sharded_module import (
     gathered_dtype,
@@ -31,7 +31,13 @@ from ds_quant.fsdp2.sharded_module import (
 )
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
-from ds_quant.runtime.handshake import handshake, model_facts, refusal_of_this_rank
+from ds_quant.runtime.given_optimizers import optimizers_of
+from ds_quant.runtime.handshake import (
+    handshake,
+    model_facts,
+    refusal_of_this_rank,
+    stay_away,
+)
 from ds_quant.runtime.inactive import InactiveFront
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
@@ -49,7 +55,8 @@ def attach(
 ) -> AttachedModel | InactiveFront:
     """Send the weights and gradients of an FSDP2 model as a ``quantized_comm`` block says.
 
-    Call it on all ranks after ``fully_shard`` and after the optimizer exists. Keep the result in
+    Call it on all ranks, with or without a block, after ``fully_shard`` and after the optimizer
+    exists. Keep the result in
     the checkpoint's state, so that a resumed run repeats its random bits. A second call with the
     same block returns the first result, and takes an optimizer that was made since.
 
@@ -71,22 +78,24 @@ def attach(
         AttachError: a setting of ``fully_shard`` that cannot work; an optimizer that is none or of
             another model; a second call with another block, or the first with an optimizer. Before
             any collective.
-        StartError: ranks with other settings or without this call, or an error of another rank.
+        StartError: ranks with other settings, without a block or without this call, an error of
+            another rank, or a file of metrics that cannot be written.
     """
     shorten_messages()
-    with refusal_of_this_rank():
+    ranks_of_model = _ranks_of(model)
+    with refusal_of_this_rank(ranks_of_model):
         config = environment.block_of(block)
         if config is None:
-            return InactiveFront(environment.reason_of_no_block(block))
+            return _inactive(environment.reason_of_no_block(block), ranks_of_model)
         optimizers = optimizers_of(optimizer)
-        arguments = AttachArguments.of(model, config, optimizers)
         meshes = _meshes(model)
         if meshes is None:
-            return InactiveFront(
+            reason = (
                 f"{type(model).__name__} has no parameters that fully_shard has sharded: nothing "
                 "is quantized"
             )
-    with refusal_of_this_rank(meshes.ranks):
+            return _inactive(reason, None)
+        arguments = AttachArguments.of(model, config, optimizers)
         attached = front_of(model)
         if attached is None:
             _refuse(config, meshes)
@@ -104,12 +113,32 @@ def attach(
     return front
 
 
+def _inactive(reason: str, ranks: Sequence[int] | None) -> InactiveFront:
+    """Return a front that does nothing, and tell ranks that have a block. ranks: of the model."""
+    stay_away(reason, ranks)
+    return InactiveFront(reason)
+
+
+def _ranks_of(model: nn.Module) -> Sequence[int] | None:
+    """Return the ranks of a model, None if they cannot be known: then ``_meshes`` says why."""
+    try:
+        meshes = _meshes(model)
+    except AttachError:
+        return None
+    return None if meshes is None else meshes.ranks
+
+
 def _meshes(model: nn.Module) -> Meshes | None:
     """Return the meshes of a model; None if ``fully_shard`` has found no parameters.
 
     Raises:
         AttachError: the model holds no FSDPModule, or a mesh cannot be served.
     """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"{KEY}: model={type(model).__name__}: allowed: a module that fully_shard was called "
+            "on, or one that holds such modules"
+        )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise AttachError(
             f"{KEY}: {type(model).__name__} holds no module that fully_shard was called on: call "

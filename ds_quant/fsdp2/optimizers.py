@@ -26,30 +26,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ds_quant.config.errors import KEY, AttachError
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_optimizer
 
 # Attached models, in the order of ``attach``, which is the same on all ranks.
 _following: list[weakref.ref[OptimizerSteps]] = []
-
-
-def optimizers_of(given: object) -> list[Optimizer]:
-    """Return the optimizers of an argument of ``attach``: one, several, or wrappers of some.
-
-    Raises:
-        AttachError: something else.
-    """
-    # A wrapper such as Accelerate's runs no hooks of its own; the optimizer inside does.
-    unwrapped = getattr(given, "optimizer", given)
-    if isinstance(unwrapped, Optimizer):
-        return [unwrapped]
-    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Tensor)):
-        return [optimizer for each in given for optimizer in optimizers_of(each)]
-    raise AttachError(
-        f"{KEY}: optimizer={given!r}: allowed: the optimizer of the model's parameters, a list of "
-        "several, or [] for a model that is only evaluated"
-    )
 
 
 class Followed(Protocol):

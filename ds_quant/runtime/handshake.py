@@ -1,9 +1,13 @@
 """Compare the settings and hosts of all ranks before the first collective, through torch's store.
 
-[Note: rank 0 judges] Every rank puts a card into the store. Rank 0 reads all cards and puts its
-verdict there, for which the other ranks wait. So the store answers a few requests per rank,
-independent of the number of ranks. No collective is involved: a rank without the plugin cannot
-hang the others.
+[Note: the first rank judges] Every rank puts a card into the store. The first rank, which is rank 0
+unless the model belongs to other ranks, reads all cards and puts its verdict there, for which the
+other ranks wait. So the store answers a few requests per rank, independent of the number of ranks.
+No collective is involved: a rank without the plugin cannot hang the others.
+
+[Note: calls in step] Calls of different ranks belong together by their number: the third handshake
+of one rank is the third of all. So a call that ends with an error, or finds no block, counts, too:
+it answers with an ``Absence``.
 """
 
 from __future__ import annotations
@@ -114,7 +118,7 @@ def wait_for_ranks(
 
 
 class Card(TypedDict):
-    """The facts that a rank puts into the store for rank 0."""
+    """The facts that a rank puts into the store for the first rank."""
 
     # These must be equal on all ranks.
     versions: dict[str, Any]
@@ -126,15 +130,23 @@ class Card(TypedDict):
     launched: tuple[str, int] | None  # a list once it has been JSON
 
 
-_FAILURE = "failure"  # the only key of a card whose rank has stopped before the handshake
+class Absence(TypedDict):
+    """The card of a rank that does not take part in the handshake.
+
+    failed: True after an error; False if it has no block.
+    reason: the error, or the reason why nothing is quantized.
+    """
+
+    failed: bool
+    reason: str
 
 
 class Verdict(TypedDict, total=False):
-    """The answer of rank 0: an error, or the ranks per node and warnings."""
+    """The answer of the first rank: an error, or the ranks per node and warnings."""
 
     error: str
-    unheard: bool  # rank 0 has not answered, so there was no verdict
-    stopped: bool  # rank 0 has stopped before the handshake
+    unheard: bool  # the first rank has not answered, so there was no verdict
+    absent: bool  # the first rank does not take part in the handshake
     node_size: int
     warnings: list[str]
 
@@ -142,15 +154,19 @@ class Verdict(TypedDict, total=False):
 _SHOWN = 8  # groups of ranks that a message names
 
 
-def disagreement(cards: Sequence[Card]) -> str:
-    """Name the ranks that differ from rank 0, by their differences; "" if none does."""
+def disagreement(cards: Mapping[int, Card]) -> str:
+    """Name the ranks that differ from the first one, by their differences; "" if none does.
+
+    cards: by global rank, ascending.
+    """
+    first, *_ = cards
     groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, card in enumerate(cards):
-        versions = cards[0]["versions"], card.get("versions", {})
-        differing = tuple(differences(*versions, of="rank 0"))
+    for rank, card in cards.items():
+        versions = cards[first]["versions"], card.get("versions", {})
+        differing = tuple(differences(*versions, of=f"rank {first}"))
         if not differing:  # settings of another version may have other keys
-            blocks = cards[0]["block"], card.get("block", {})
-            differing = tuple(differences(*blocks, of="rank 0", prefix=f"{KEY}."))
+            blocks = cards[first]["block"], card.get("block", {})
+            differing = tuple(differences(*blocks, of=f"rank {first}", prefix=f"{KEY}."))
         if differing:
             groups.setdefault(differing, []).append(rank)
     if not groups:
@@ -162,10 +178,13 @@ def disagreement(cards: Sequence[Card]) -> str:
     return advice + "; ".join(named_groups[:_SHOWN])
 
 
-def mixed_kernels(cards: Sequence[Card]) -> list[str]:
-    """Return a warning that names the ranks whose kernels differ from those of most; or none."""
+def mixed_kernels(cards: Mapping[int, Card]) -> list[str]:
+    """Return a warning that names the ranks whose kernels differ from those of most; or none.
+
+    cards: by global rank.
+    """
     ranks_of: dict[str, list[int]] = {}
-    for rank, card in enumerate(cards):
+    for rank, card in cards.items():
         ranks_of.setdefault(card["kernels"], []).append(rank)
     common, *rare = sorted(ranks_of, key=lambda kernels: -len(ranks_of[kernels]))
     if not rare:
@@ -237,26 +256,25 @@ def handshake(
 
     Raises:
         StartError: naming the ranks that did not answer within ``handshake_timeout`` seconds,
-            those that have stopped with an error (``refusal_of_this_rank``), those whose version
-            or settings differ, a file of metrics that rank 0 cannot write, or a placement that
-            makes no nodes.
+            those that have stopped with an error (``refusal_of_this_rank``) or have no block
+            (``stay_away``), those whose version or settings differ, a file of metrics that rank 0
+            cannot write, or a placement that makes no nodes.
     """
     ranks = range(dist.get_world_size()) if ranks is None else ranks
-    world = len(ranks)
-    rank = ranks.index(dist.get_rank())
-    is_part = world < dist.get_world_size()
+    rank = dist.get_rank()
+    is_part = len(ranks) < dist.get_world_size()
     name = _name_of(ranks)
     store = store_of_call(name, rank)
     while _is_given_up(store):
         store = store_of_call(name, rank)
-    launched = None if is_part else launched_size(world)
+    launched = None if is_part else launched_size(len(ranks))
     store.set(str(rank), json.dumps(_card(config, facts, device, launched)))
     if store.check([_gave_up(rank)]):
         store.delete_key(_gave_up(rank))
-    if rank == 0:
-        verdict = _lead(store, config, world, call, unwritable(config.metrics, rank))
+    if rank == ranks[0]:
+        verdict = _lead(store, config, ranks, call)
     else:
-        verdict = _follow(store, config.handshake_timeout, rank, world, call)
+        verdict = _follow(store, config.handshake_timeout, ranks, call)
         if verdict.get("unheard"):  # so that all ranks meet in a later attempt
             store.set(_gave_up(rank), "")
             store.delete_key(str(rank))
@@ -307,19 +325,38 @@ def refusal_of_this_rank(ranks: Sequence[int] | None = None) -> Iterator[None]:
         if dist.is_initialized():
             ranks = range(dist.get_world_size()) if ranks is None else ranks
             with suppress(RuntimeError):  # the store is gone with the rank that held it
-                _tell_failure(f"{type(error).__name__}: {error}", ranks)
+                absence: Absence = {"failed": True, "reason": f"{type(error).__name__}: {error}"}
+                _answer_absent(absence, ranks, awaited=ranks[1:])
         raise
 
 
-def _tell_failure(message: str, ranks: Sequence[int]) -> None:
-    """Answer the handshake with an error of this rank."""
-    rank = ranks.index(dist.get_rank())
+def stay_away(reason: str, ranks: Sequence[int] | None = None) -> None:
+    """Answer the handshake of a rank that has no block. Does not wait for other ranks.
+
+    A rank with a block raises ``StartError``: gradients of some ranks alone would hang.
+
+    reason: why nothing is quantized.
+    ranks: as of ``refusal_of_this_rank``.
+    """
+    if dist.is_initialized():
+        ranks = range(dist.get_world_size()) if ranks is None else ranks
+        with suppress(RuntimeError):
+            _answer_absent({"failed": False, "reason": reason}, ranks, awaited=())
+
+
+def _answer_absent(absence: Absence, ranks: Sequence[int], *, awaited: Sequence[int]) -> None:
+    """Answer the handshake of a rank that does not take part: see [Note: calls in step].
+
+    awaited: ranks for which the first rank waits, because it may end and hold the store.
+    """
+    if len(ranks) == 1:
+        return
+    rank = dist.get_rank()
     store = store_of_call(_name_of(ranks), rank)
-    if rank == 0:
-        verdict: Verdict = {"error": _stopped({0: message}), "stopped": True}
-        _publish(store, verdict, present=range(1, len(ranks)))
+    if rank == ranks[0]:
+        _publish(store, {"error": _absent({rank: absence}), "absent": True}, awaited=awaited)
     else:
-        store.set(str(rank), json.dumps({_FAILURE: message}))
+        store.set(str(rank), json.dumps(absence))
         store.set(f"left/{rank}", "")
 
 
@@ -328,7 +365,7 @@ def _is_given_up(store: PrefixStore) -> bool:
     if not store.check(["verdict"]):
         return False
     verdict: Verdict = json.loads(store.get("verdict").decode())
-    return not verdict.get("stopped", False)
+    return not verdict.get("absent", False)
 
 
 def _name_of(ranks: Sequence[int]) -> str:
@@ -339,52 +376,52 @@ def _name_of(ranks: Sequence[int]) -> str:
 
 
 def _lead(
-    store: PrefixStore, config: QuantizedCommConfig, world: int, call: str | None, fault: str
+    store: PrefixStore, config: QuantizedCommConfig, ranks: Sequence[int], call: str | None
 ) -> Verdict:
-    """Rank 0: publish and return the verdict."""
-    keys = [str(rank) for rank in range(world)]
+    """First rank: publish and return the verdict."""
+    keys = [str(rank) for rank in ranks]
     missing: list[int] = []
     if not wait_for_keys(store, keys, config.handshake_timeout):
-        missing = missing_ranks(store, range(world))
+        missing = missing_ranks(store, ranks)
     if missing:
         verdict = _no_answer(missing, config.handshake_timeout, call)
     else:
-        answers = [json.loads(text) for text in _read(store, keys)]
-        failures = {
-            rank: answer[_FAILURE] for rank, answer in enumerate(answers) if _FAILURE in answer
-        }
-        if failures:
-            verdict = {"error": _stopped(failures)}
+        texts = _read(store, keys)
+        answers = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+        absences = {rank: answer for rank, answer in answers.items() if "failed" in answer}
+        if absences:
+            verdict = {"error": _absent(absences)}
         else:
-            verdict = _judge(answers, config, fault)
-    _publish(store, verdict, present=sorted(set(range(1, world)) - set(missing)))
+            verdict = _judge(answers, config)
+    _publish(store, verdict, awaited=sorted(set(ranks[1:]) - set(missing)))
     return verdict
 
 
-def _publish(store: PrefixStore, verdict: Verdict, *, present: Sequence[int]) -> None:
-    """Put the verdict into the store. present: ranks that read it."""
+def _publish(store: PrefixStore, verdict: Verdict, *, awaited: Sequence[int]) -> None:
+    """Put the verdict into the store. awaited: ranks that read it."""
     store.set("verdict", json.dumps(verdict))
-    if "error" in verdict and present:  # this process may hold the store: it leaves last
-        wait_for_keys(store, [f"left/{rank}" for rank in present], _PATIENCE)
+    if "error" in verdict and awaited:  # this process may hold the store: it leaves last
+        wait_for_keys(store, [f"left/{rank}" for rank in awaited], _PATIENCE)
 
 
-def _follow(store: PrefixStore, timeout: float, rank: int, world: int, call: str | None) -> Verdict:
+def _follow(store: PrefixStore, timeout: float, ranks: Sequence[int], call: str | None) -> Verdict:
     """Every other rank: return the verdict."""
+    first = ranks[0]
     missing: list[int] = []
     if not wait_for_keys(store, ["verdict"], timeout):
         # A rank that has just given up is not missing: it has answered, and waited as long.
-        absent = missing_ranks(store, range(world))
+        absent = missing_ranks(store, ranks)
         missing = [other for other in absent if not store.check([_gave_up(other)])]
     verdict: Verdict
     if missing:
-        verdict = {**_no_answer(missing, timeout, call), "unheard": 0 in missing}
-    elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):  # all are here, rank 0 is about to judge
+        verdict = {**_no_answer(missing, timeout, call), "unheard": first in missing}
+    elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):  # all are here: the first rank judges
         (text,) = _read(store, ["verdict"])
         verdict = json.loads(text)
     else:
-        verdict = {"error": "rank 0 has left the handshake; see its log"}
+        verdict = {"error": f"rank {first} has left the handshake; see its log"}
     if "error" in verdict:
-        store.set(f"left/{rank}", "")
+        store.set(f"left/{dist.get_rank()}", "")
     return verdict
 
 
@@ -406,22 +443,28 @@ def _no_answer(missing: list[int], timeout: float, call: str | None) -> Verdict:
     }
 
 
-def _stopped(failures: Mapping[int, str]) -> str:
-    """Describe ranks that have stopped before the handshake. failures: their messages."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, message in failures.items():
-        ranks_of.setdefault(message, []).append(rank)
-    sentences = [f"{named(ranks)} stopped: {message}" for message, ranks in ranks_of.items()]
+def _absent(absences: Mapping[int, Absence]) -> str:
+    """Describe ranks that do not take part in the handshake."""
+    ranks_of: dict[tuple[bool, str], list[int]] = {}
+    for rank, absence in absences.items():
+        ranks_of.setdefault((absence["failed"], absence["reason"]), []).append(rank)
+    sentences = []
+    for (failed, reason), ranks in ranks_of.items():
+        if failed:
+            sentences.append(f"{named(ranks)} stopped: {reason}")
+        else:
+            sentences.append(f"on {named(ranks)} {reason}; give all ranks the same block, or none")
     return "; ".join(sentences[:_SHOWN])
 
 
-def _judge(cards: Sequence[Card], config: QuantizedCommConfig, fault: str) -> Verdict:
-    error = disagreement(cards) or fault
+def _judge(cards: Mapping[int, Card], config: QuantizedCommConfig) -> Verdict:
+    """Return the verdict of the first rank. cards: by global rank, ascending."""
+    error = disagreement(cards) or unwritable(config.metrics)
     if error:
         return {"error": error}
-    hosts = [card["host"] for card in cards]
+    hosts = [card["host"] for card in cards.values()]
     launched: list[tuple[str, int] | None] = []
-    for card in cards:
+    for card in cards.values():
         if card["launched"] is None:
             launched.append(None)
         else:

@@ -6,6 +6,7 @@ long line names all bytes, tensors in full precision and memory.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -79,6 +80,8 @@ def summary(run: Run, front: LineParts) -> str:
     if run.topology.world > 1:
         ratio, both = _ratio_and_bytes(run, front)
         formats = in_words.formats(front.volume.routes, _weights_dtype(run))
+        if math.isclose(front.volume.full_precision_share, 1):  # every tensor is left out
+            formats = in_words.NOTHING
         facts += [f"{head}: {ratio}", f"({both}); {formats};"]
     else:
         facts.append(f"{head};")

@@ -30,9 +30,9 @@ from ds_quant.runtime.run import Run
 _COUNTS = "resyncs", "nonfinite_steps", "exact_steps"  # of ``SchemeState``
 
 
-def unwritable(settings: MetricsConfig, rank: int) -> str:
-    """Return the error if the file cannot be written; "" if it can, and on all ranks but 0."""
-    if rank or not settings.interval or settings.file is None:
+def unwritable(settings: MetricsConfig) -> str:
+    """Return the error if this process cannot write the file, "" if it can or there is none."""
+    if not settings.interval or settings.file is None:
         return ""
     try:
         with Path(settings.file).open("a", encoding="utf-8"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ds_quant.codec.rules import range_of_width
+from ds_quant.comm.topology import divisors
 from ds_quant.config import environment, schema
 from ds_quant.config.environment import VARIABLE
 from ds_quant.config.presets import AUTOTUNE
@@ -48,6 +49,10 @@ _NODES, _NODE_SIZE = 2, 8
 
 def main(arguments: argparse.Namespace) -> int:
     """Print a report per file; return 1 if a file is refused."""
+    world, node_size = arguments.world, arguments.node_size
+    if world is not None and node_size is not None and world % node_size:
+        allowed = ", ".join(map(str, divisors(world)))
+        raise ConfigError(f"--node-size {node_size}: allowed with --world {world}: {allowed}")
     if arguments.paths:
         return max([_validate(path, arguments) for path in arguments.paths])
     if not arguments.env:

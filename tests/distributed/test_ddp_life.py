@@ -74,6 +74,26 @@ def test_a_second_attach_returns_the_front_and_another_block_is_refused() -> Non
     assert run.front.run.scheme.name == "eden4"
 
 
+@on_ranks(3)
+def test_a_model_that_was_not_attached_trains_with_the_bits_of_ddp_alone() -> None:
+    """On 3 ranks a division has other bits than a product with the inverse."""
+
+    def program(run: Run) -> None:
+        if run.front is not None:
+            run.front.detach()
+        three_steps(run)
+
+    plain = played(program, None)
+    assert_equal(played(program, EXACT), plain)
+    model = DistributedDataParallel(Net())
+    block = {**EDEN4, "seed": dist.get_rank()}
+    with pytest.raises(StartError, match="ranks disagree"):
+        ddp.attach(model, block)
+    run = Run(model, sgd(model.parameters()), None)
+    three_steps(run)
+    assert_equal(run, plain)
+
+
 @on_ranks(2)
 def test_a_detached_model_trains_on_as_ddp_alone_and_is_attached_again() -> None:
     def program(run: Run) -> None:
@@ -308,14 +328,17 @@ def test_gradients_cross_once_with_no_sync_and_are_warned_of_without() -> None:
     once = played(without_sync, {"scheme": "eden4"})
     assert once.front.step == 3  # of nine backwards
     run = attached({"scheme": "eden4", "checksum_steps": 0})
-    optimizer = sgd(run.model.parameters())
+    first, *others = run.model.parameters()
+    optimizers = [sgd([first]), sgd(others)]
     block = {"min_numel": 64, "scheme": "eden4", "checksum_steps": 0}
-    assert ddp.attach(run.model, block, optimizer=optimizer) is run.front
+    assert ddp.attach(run.model, block, optimizer=optimizers) is run.front
+    assert ddp.attach(run.model, block) is run.front  # the optimizers stay
     for step in range(4):
         for _ in range(1 if step == 0 else 3):
             run.backward(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     assert received(run) > 3.2 * received(once)
     warnings = [line for line in lines if "no_sync() of the DDP model" in line]
     assert len(warnings) == (1 if dist.get_rank() == 0 else 0)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
-from ds_quant.config.errors import AttachError
+from ds_quant.config.errors import AttachError, ConfigError
 from ds_quant.fsdp2.attaching import front_of
 from ds_quant.fsdp2.torch_names import ReduceScatter
 from ds_quant.runtime.handshake import StartError
@@ -359,6 +359,32 @@ def test_two_halves_of_the_world_train_apart() -> None:
             assert sums[0] == sums[1] != sums[2] == sums[3]
     said = [line for line in lines if "belongs to 2 of 4 ranks, from rank" in line]
     assert len(said) == (6 if dist.get_rank() % 2 == 0 else 0)
+
+
+@pytest.mark.parametrize("mistaken", [2, 3])
+@on_ranks(4)
+def test_a_mistake_in_one_half_of_the_world_stays_there_and_ends_its_other_rank(
+    mistaken: int,
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "fsdp"))["fsdp"]
+    block = {"scheme": "eden4", "handshake_timeout": 600.0}
+
+    def attach(model: Any, block: dict[str, Any]) -> Any:
+        return fsdp2.attach(model, block, optimizer=sgd(model))
+
+    rank = dist.get_rank()
+    model = sharded(mesh)
+    if rank == mistaken:
+        with pytest.raises(ConfigError, match="schem: unknown key|schem="):
+            attach(model, {"schem": "eden4", **block})
+    elif rank // 2 == mistaken // 2:
+        with pytest.raises(StartError, match=f"rank {mistaken} stopped: ConfigError: .*schem="):
+            attach(model, block)
+    else:
+        attach(model, block).detach()
+    assert "eden4 on FSDP2" in attach(model, block).line
+    whole = sharded(init_device_mesh("cpu", (4,)))
+    assert "eden4 on FSDP2" in attach(whole, block).line
 
 
 # ---- blocks ----

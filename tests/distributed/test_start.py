@@ -155,6 +155,10 @@ def told_of_arguments(front: str, mistake: str) -> str:
         model = fully_shard(model) if front == "fsdp2" else DistributedDataParallel(model)
     attach = fsdp2.attach if front == "fsdp2" else ddp.attach
     call = partial(attach, model, optimizer=torch.optim.SGD(trained.parameters()))
+    if mistake == "no model":
+        return printed_by(lambda: attach(None, QSDP, optimizer=[]))
+    if mistake == "no optimizer":
+        return printed_by(lambda: attach(model, QSDP, optimizer=model.parameters()))
     if mistake in ("not wrapped", "another optimizer"):
         return printed_by(lambda: call(QSDP))
     call(QSDP)
@@ -163,6 +167,10 @@ def told_of_arguments(front: str, mistake: str) -> str:
 
 
 MISTAKES = [
+    ("fsdp2", "no model", "model=NoneType: allowed: a module that fully_shard was called on"),
+    ("ddp", "no model", "model=NoneType: allowed: a DistributedDataParallel"),
+    ("fsdp2", "no optimizer", "optimizer=DTensor: allowed: the optimizer of the model's"),
+    ("ddp", "no optimizer", "optimizer=Parameter: allowed: the optimizer of the model's"),
     ("fsdp2", "not wrapped", "holds no module that fully_shard was called on"),
     ("ddp", "not wrapped", "model=Linear: allowed: a DistributedDataParallel"),
     ("fsdp2", "another optimizer", "holds none of the model's parameters"),
@@ -185,6 +193,47 @@ def test_another_block_on_one_rank_in_a_second_call_ends_all_ranks(front: str) -
     assert second.startswith("AttachError on rank 1: ")
     for printed in (first, second):
         assert "another block: quantized_comm.seed=1 (in the first call: 0)" in printed
+
+
+PATIENT = {**QSDP, "handshake_timeout": 600.0}  # longer than a test may take
+
+
+def wrapped(front: str) -> Callable[[Any], Any]:
+    """Return a call of ``attach`` for a model, which takes the block."""
+    net = nn.Linear(8, 8)
+    if front == "ddp":
+        return partial(ddp.attach, DistributedDataParallel(net))
+    return partial(fsdp2.attach, fully_shard(net), optimizer=[])
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_a_rank_without_a_block_ends_the_others_at_once(front: str, absent: int) -> None:
+    """As where DS_QUANT_BLOCK is set on one of two machines."""
+    attach = wrapped(front)
+    if torch.distributed.get_rank() == absent:
+        assert "nothing is quantized" in attach(None).line
+    else:
+        said = f"on rank {absent} no block was given and DS_QUANT_BLOCK is not set: nothing is"
+        with pytest.raises(ds_quant.StartError, match=f"{said} quantized; give all ranks the same"):
+            attach(PATIENT)
+    assert "qsdp on" in attach(PATIENT).line
+
+
+@pytest.mark.parametrize("mistaken", [0, 1])
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_a_mistake_that_no_other_rank_hears_of_is_over_with_its_call(
+    front: str, mistaken: int
+) -> None:
+    attach = wrapped(front)
+    if torch.distributed.get_rank() == mistaken:
+        with pytest.raises(ds_quant.ConfigError, match="schem"):
+            attach({"schem": "qsdp"})
+    else:
+        attach(None)
+    assert "qsdp on" in attach(PATIENT).line
 
 
 def test_ranks_that_disagree_are_told_once() -> None:

@@ -108,7 +108,7 @@ def _kind(operation: Any) -> str | None:
 
 def _caller() -> str:
     """Return the file of the caller of an operation, files of torch and wrappers left out."""
-    frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
+    frame = sys._getframe(2)  # the caller of __torch_dispatch__, from torch 2.11 on torch's own
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(THEIRS) and frame.f_code.co_name not in WRAPPERS:

@@ -1,4 +1,4 @@
-"""What sums of gradients lose between nodes, with shared signs and with each node's own.
+"""The error of sums of gradients between nodes, with shared signs and with each node's own.
 
     python benchmarks/gradient_errors.py --json gradient_errors.json      # five minutes
 

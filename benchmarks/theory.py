@@ -1,4 +1,4 @@
-"""What the theorems of both papers say, on small problems with the codecs of this package.
+"""The theorems of both papers, on small problems with the codecs of this package.
 
 stall           SGD that keeps only quantized weights (QSDP): a quadratic of 50 dimensions
 counterexample  weights replaced by their codes, and differences to what was sent (SDP4Bit)

@@ -76,7 +76,7 @@ def run(client: str, stage: int, block: str, folder: Path) -> list[dict[str, Any
 
 
 def _saved_tensors(folder: Path) -> dict[str, Any]:
-    """What the library saved, by name, if it is one file of safetensors."""
+    """Return the saved tensors by name, if they are in one file of safetensors."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -161,7 +161,7 @@ trainer.save_model("out")
 
 
 def launched(folder: Path, *options: str, **given: str) -> str:
-    """What the script prints under accelerate launch; it has learnt."""
+    """Run the script under accelerate launch, and return its output; it has learnt."""
     (folder / "train.py").write_text(SCRIPT)
     launch = (sys.executable, "-m", *LAUNCHERS["accelerate"], free_port(), *options)
     printed = "".join(run_both(*launch, "train.py", cwd=folder, **QUIET, **given))

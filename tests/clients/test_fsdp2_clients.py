@@ -290,8 +290,8 @@ def test_optimizers_of_torchao(name: str) -> None:
 
 @on_ranks(4, timeout=600, environment={"ACCELERATE_USE_CPU": "true"})
 def test_accelerate_takes_no_parallelism_config_on_a_cpu() -> None:
-    """What stops it on a machine without an accelerator. With one it makes the meshes of
-    ``DistributedConfig``, on which FSDP2 shards as with ``fully_shard``.
+    """It needs an accelerator. With one it makes the meshes of ``DistributedConfig``, on which
+    FSDP2 shards as with ``fully_shard``.
     """
     from accelerate import Accelerator, ParallelismConfig
 

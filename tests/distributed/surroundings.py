@@ -1,4 +1,4 @@
-"""What a run may meet on a machine: memory full of garbage, messages that come late."""
+"""Accidents that a run may meet on a machine: memory full of garbage, messages that come late."""
 
 from __future__ import annotations
 

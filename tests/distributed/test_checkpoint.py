@@ -158,7 +158,7 @@ def _save(stage: int, block: dict, folder: str) -> tuple[dict[str, str], list[fl
 
 
 def _load(stage: int, block: dict | None, folder: str, tag: str) -> dict[str, Any]:
-    """What a run finds in the checkpoint, what its first forward sees, and how it goes on."""
+    """Load a checkpoint; return its state, the weights of the first forward, and later losses."""
     said = heard()
     checkpoint = {"load_universal": tag == "universal"}
     engine = engine_of(stage, block, checkpoint=checkpoint, seed=7)

@@ -1,4 +1,4 @@
-"""What the table of behaviours says about DDP is tried: see ddp_trials.py."""
+"""The cells of DDP in the table of behaviours: see ddp_trials.py."""
 
 from __future__ import annotations
 

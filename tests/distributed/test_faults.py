@@ -66,7 +66,7 @@ def die_while_saving() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens, to which traffic, and until when all others have ended."""
+    """An accident, the traffic that it meets, and the time by which all others have ended."""
 
     act: Callable[[], None]
     role: str  # weights, gradients, or "save": instead of step FAULT_STEP a checkpoint is saved

@@ -157,7 +157,7 @@ def test_schemes_train_in_fp16_as_without_the_plugin(stage: int, schemes: str) -
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks()
 def test_excluded_parameters_travel_exactly_and_others_do_not(stage: int) -> None:
-    """What a forward sees decoded."""
+    """A forward sees decoded values of quantized parameters alone."""
     engine = engine_of(stage, {**QSDP, "exclude": ["sec*.weight", "nothing*"]})
     train_steps(engine, 3)
     wanted = exact(engine, "bf16")

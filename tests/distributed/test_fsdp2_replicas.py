@@ -278,7 +278,7 @@ def test_sums_have_the_errors_of_both_halves_and_no_bias() -> None:
 )
 @on_ranks(4)
 def test_sums_go_back_as_the_wire_page_says(scheme: str, bits: int | None) -> None:
-    """Of one matrix, whose shards of 2048 elements are summed in pieces of 1024."""
+    """The model is one matrix, whose shards of 2048 elements are summed in pieces of 1024."""
     model = fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh_of(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     block = {"scheme": scheme, "min_numel": 64, "checksum_steps": 0}
@@ -515,7 +515,7 @@ def test_fsdp2_reduces_no_gradients_between_replicas_itself() -> None:
 
 @on_ranks(4)
 def test_replicas_receive_the_bytes_that_were_announced() -> None:
-    """Of two nodes, the half of the volume from infinitely many."""
+    """On two nodes they are half of the volume, which is that of infinitely many."""
     model, front = train_wide_replicas(steps=2)
     figures = ds_quant.report(model)
     received = figures["received_bytes"]

@@ -200,7 +200,7 @@ def test_lossy_schemes_train_and_all_ranks_hold_equal_bits(
 @pytest.mark.parametrize("node_size", [1, 2])
 @on_ranks(4)
 def test_the_bytes_of_a_step_are_those_of_the_formula(node_size: int) -> None:
-    """Of matrices large enough for their padding to be small."""
+    """The matrices are large enough for their padding to be small."""
     steps = 3
     block = {"scheme": "eden4", "node_size": node_size, "checksum_steps": 0}
     model, _ = train(

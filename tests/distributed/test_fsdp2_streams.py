@@ -1,5 +1,5 @@
-"""What a device with streams would do with the steps of an FSDP2 model: nothing is read before it
-is written, no memory is taken again while another stream uses it (see ``device_model``).
+"""Steps of an FSDP2 model on a device with streams: nothing is read before it is written, and no
+memory is taken again while another stream uses it (see ``device_model``).
 
 A fake world of 2 x 2 ranks, FSDP2's streams and one per process group. Where an order is taken away
 on purpose the model must notice.

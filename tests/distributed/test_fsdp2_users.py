@@ -1,4 +1,4 @@
-"""What users of FSDP2 read: the start-up line, the report and the metrics."""
+"""Texts and figures for users of FSDP2: the start-up line, the report and the metrics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is refused, and when: through real ``deepspeed.initialize``, before any collective that a
-refusal could leave half done. The handshake goes through the store alone.
+"""Refusals through real ``deepspeed.initialize``, before any collective that a refusal could leave
+half done. The handshake goes through the store alone.
 
 Collectives are counted by the sequence numbers that torch keeps for every process group.
 """
@@ -68,8 +68,9 @@ CAREFUL = {"scheme": "qsdp", "handshake_timeout": TIMEOUT}
 
 
 def started(configs: list[dict[str, Any]]) -> tuple[str, float]:
-    """What start-up says to the config of this rank, "" if nothing, and seconds. From the handshake
-    on it issues no collective before it refuses.
+    """Return the error of start-up for the config of this rank, "" without one, and its seconds.
+
+    From the handshake on start-up issues no collective before it refuses.
     """
     from ds_quant.runtime import handshake
 

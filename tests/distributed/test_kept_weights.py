@@ -154,7 +154,7 @@ def test_what_is_always_exact_is_not_brought_back(stage: int) -> None:
     engine = lossless(stage, checksum_steps=2)
 
     def nbytes_of(first: int) -> int:
-        """Of two steps."""
+        """Return the bytes of two steps."""
         before = ds_quant.report(engine)["received_bytes"]["weights"]["inter"]
         train_steps(engine, 2, first)
         return ds_quant.report(engine)["received_bytes"]["weights"]["inter"] - before

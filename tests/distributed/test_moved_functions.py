@@ -140,7 +140,7 @@ def test_a_parameter_without_elements_is_named_and_trains_if_no_forward_needs_it
 @pytest.mark.parametrize("dropped", [True, False])
 @on_ranks()
 def test_a_first_step_that_brings_few_gradients_is_logged_once(dropped: bool) -> None:
-    """Of every three buckets two may pass the plugin."""
+    """With ``dropped`` two of every three buckets pass the plugin by."""
     logged = heard()
     zero = {"reduce_bucket_size": 20_000, "overlap_comm": False}
     engine = engine_of(3, QSDP, zero=zero)

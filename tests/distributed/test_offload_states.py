@@ -28,7 +28,7 @@ INCLUDE = {1: None, 2: None, 3: ["lp_params", "lp_grads", "contiguous_grad_buffe
 
 
 def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
-    """What must leave the device: of the plugin, and the replica of ZeRO-1 and 2."""
+    """Return the tensors that must leave the device, with the replica of ZeRO-1 and 2."""
     attached = engine.ds_quant_attached
     return {
         "rows": [param.node_rows.rows for param in attached.node_shard.served]

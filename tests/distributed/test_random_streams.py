@@ -63,9 +63,10 @@ CASES: dict[str, tuple[dict[str, Any], type[nn.Module]]] = {
 
 
 def drawn(config: dict[str, Any], model: type[nn.Module]) -> np.ndarray:
-    """What this rank has drawn from the second step on: in its first one, ZeRO-3 gathers everything
-    twice. A row per draw, uint64: vectors [first, first + count) of the stream (key, step), and the
-    role and the level of what they were drawn for.
+    """Return the random bits that this rank has drawn from the second step on.
+
+    In its first step ZeRO-3 gathers everything twice. A row per draw, uint64: vectors
+    [first, first + count) of the stream (key, step), and the role and level of their message.
     """
     from ds_quant.comm.traffic import Meter
     from ds_quant.kernels import reference

@@ -81,7 +81,7 @@ class Detour(nn.Module):
 
 @on_ranks(4)
 def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
-    """What is still to arrive, after a step and whenever a gather of the forward has arrived."""
+    """Noted: the rows still to arrive, after a step and after every gather of the forward."""
     from ds_quant.zero import fetch
 
     seen: list[list[str]] = []

@@ -93,12 +93,12 @@ def test_the_lock_of_an_interrupted_build_is_named_once_before_deepspeed_waits_f
 
 
 def told(configs: list[dict[str, Any]]) -> str:
-    """What this rank prints when its mistake is caught by nobody."""
+    """Return the output of this rank when its mistake is caught by nobody."""
     return printed_by(lambda: build(configs[torch.distributed.get_rank()]))
 
 
 def printed_by(function: Callable[[], object]) -> str:
-    """What this rank prints when an error of ``function`` is caught by nobody."""
+    """Return the output of this rank when an error of ``function`` is caught by nobody."""
     printed = io.StringIO()
     try:
         function()
@@ -119,7 +119,7 @@ def test_a_mistake_in_the_config_is_told_once_without_a_traceback() -> None:
 
 
 def told_of_attach(front: str, blocks: list[Any]) -> str:
-    """What this rank prints of its block under FSDP2 or DDP; None: of a model that they refuse."""
+    """Return the output of this rank for its block; for None, for a model that is refused."""
     sys.excepthook = sys.__excepthook__  # as without DeepSpeed
     block = blocks[torch.distributed.get_rank()]
     net = nn.Embedding(8, 4, sparse=block is None)
@@ -147,7 +147,7 @@ def test_a_mistake_is_told_once_under_every_front(front: str) -> None:
 
 
 def told_of_arguments(front: str, mistake: str) -> str:
-    """What this rank prints of an argument other than the block."""
+    """Return the output of this rank for a mistake in another argument than the block."""
     sys.excepthook = sys.__excepthook__
     model: nn.Module = nn.Linear(8, 8)
     trained = model if mistake != "another optimizer" else nn.Linear(8, 8)

@@ -71,7 +71,7 @@ def _ours(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What a bound method or a partial was made of."""
+    """Return the parts of which a bound method or a partial was made."""
     if inspect.ismethod(value):
         yield value.__func__
         yield value.__self__

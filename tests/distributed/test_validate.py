@@ -64,8 +64,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 
 def started(config: dict[str, Any]) -> tuple[str, int]:
-    """What start-up says to a config, nothing where it accepts it; collectives by then, since the
-    plugin looked at the engine for the last time.
+    """Return the error of start-up for a config, "" where it accepts it, and the collectives by
+    then, since the plugin looked at the engine for the last time.
     """
     before, message = collectives_issued(), ""
 
@@ -133,7 +133,7 @@ TAKEN = {
 
 
 def attached(block: dict[str, Any], front: str) -> tuple[str, int]:
-    """What ``attach`` says to a block, nothing where it accepts it; and collectives by then."""
+    """Return the error of ``attach`` for a block, "" if it accepts it; and collectives by then."""
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     attach = partial(fsdp2.attach, model, block, optimizer=[])
     if front == "fsdp2":

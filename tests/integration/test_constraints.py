@@ -57,7 +57,7 @@ def without_torch(wheels: Wheels) -> Wheels:
 
 
 def builds() -> dict[str, Wheels]:
-    """What an index offers, by the build of torch that it holds."""
+    """Return the packages of an index, by the build of torch that it holds."""
     torch = next(lines for (name, _), lines in installed().items() if name == "torch")
     plain = [line for line in torch if not re.search("nvidia|cuda|triton", line)]
     version = metadata.version("torch").partition("+")[0]
@@ -102,7 +102,7 @@ def indexes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def resolve(arguments: str, index: Path) -> list[str]:
-    """What pip would install, as name-version."""
+    """Return the packages that pip would install, as name-version."""
     options = ("--dry-run", "--ignore-installed", "--no-index", "--find-links", index)
     pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *options)
     alone = {"PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}

@@ -335,7 +335,7 @@ def test_accelerate_reads_exact_weights_and_names_the_rank_that_is_missing(tmp_p
 
 @on_ranks(environment={"DS_QUANT_BLOCK": '{"scheme": "qsdp_w4g4"}'})
 def test_the_block_of_the_environment_reaches_a_config_that_accelerate_makes() -> None:
-    """Of a few settings."""
+    """The config has a few settings only."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=1)

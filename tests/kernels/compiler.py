@@ -33,7 +33,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 class Report(NamedTuple):
-    """What ptxas and the disassembler say of a kernel."""
+    """The figures of ptxas and the disassembler for a kernel."""
 
     registers: int
     spill_bytes: int

@@ -1,4 +1,4 @@
-"""What the kernel tests feed: awkward groups, guarded memory, codecs, rotations."""
+"""Inputs of the kernel tests: awkward groups, guarded memory, codecs, rotations."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def learned(codec: GroupCodec) -> torch.Tensor | None:
 
 
 def id_of(value) -> str:
-    """Of a test parameter."""
+    """Return the id of a test parameter."""
     return getattr(value, "name", str(value)).replace(" ", "-")
 
 

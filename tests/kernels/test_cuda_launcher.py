@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 class FakeCupy(types.ModuleType):
-    """What ds_quant uses of CuPy; launches go to the shim, as bytes found behind the pointers."""
+    """The part of CuPy that ds_quant uses. Launches go to the shim, as bytes behind pointers."""
 
     def __init__(self, shim, version: int = 13020) -> None:
         super().__init__("cupy")
@@ -224,7 +224,7 @@ def test_threads_launch_on_their_own_streams(cupy, launched, monkeypatch) -> Non
 def test_more_jobs_than_arguments_may_hold_take_several_launches(
     cupy, runner, driver: int, compiler: tuple[int, int], room: int
 ) -> None:
-    """Of 1 and of several blocks, some with two rows."""
+    """Jobs have one or several blocks, and some have two rows."""
     cupy.driver, cupy.compiler = driver, compiler
     numels = [(3000, 40, 2048, 5)[i % 4] for i in range(600)]
     x, works = torch.randn(sum(numels)), []

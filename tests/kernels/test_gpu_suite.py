@@ -96,7 +96,7 @@ def test_results_are_few_files_with_every_log_and_figure(rehearsal) -> None:
 
 
 def test_losses_of_every_section_are_recorded(rehearsal) -> None:
-    """What the ranks of a section train has been trained on the CPU."""
+    """Every model that the ranks of a section train has been trained on the CPU."""
     recorded = json.loads((ROOT / "benchmarks" / "gpu" / "cpu_losses.json").read_text("utf-8"))
     compared = 0
     for call in rehearsal.calls:

@@ -83,7 +83,7 @@ def sizes(codec: Codec, block: int = 0) -> list[int]:
 
 
 class Source(NamedTuple):
-    """What is encoded: values of a dtype, less those of ``base``, rotated."""
+    """Values to encode: of a dtype, less those of ``base``, rotated."""
 
     codec: GroupCodec
     dtype: torch.dtype
@@ -263,7 +263,7 @@ def run(kernels, operation, *buffers: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_values_keep_every_bit(all_kernels, dtype: torch.dtype) -> None:
-    """Of a NaN too, on its way into a message and out of it."""
+    """A NaN keeps its bits, too, on its way into a message and out of it."""
     bits = torch.randint(-(1 << 15), 1 << 15, (dtype.itemsize * 5000,), dtype=torch.int16)
     x, codec = bits.view(dtype)[:4999], CastCodec(dtype)
     out = torch.empty(codec.wire_bytes(4999), dtype=torch.uint8)
@@ -438,7 +438,7 @@ def test_random_bits_of_rows_lie_a_stride_apart(all_kernels, bits: int, numel: i
     ids=id_of,
 )
 def test_whole_blocks_are_encoded_without_checks_of_ends(all_kernels, codec: GroupCodec) -> None:
-    """Of aligned rows, in a variant of the CUDA kernel."""
+    """Aligned rows take a variant of the CUDA kernel."""
     dtype = DTYPES[CODECS.index(codec) % 3] if codec in CODECS else BF16
     numel = whole_numel([codec]) if codec.is_gaussian else codec.group_size * max(
         tiling(codec.group_size, run).block_groups for run in (1, 4)

@@ -119,7 +119,7 @@ def test_fixed_costs_of_short_messages_on_a_gpu_are_not_multiplied(
 
 
 def test_nvlink_takes_few_slices() -> None:
-    """Of a layer of Llama-7B and of DeepSpeed's largest bucket."""
+    """Tried: a layer of Llama-7B and DeepSpeed's largest bucket."""
     cuda, layer, bucket = torch.device("cuda"), 202_383_360, 500_000_000
     fast = Slicing(pace=presumed_pace(cuda, "cpu:gloo,cuda:nccl"))
     assert [fast.slices(numel) for numel in (layer, bucket)] == [1, 2]

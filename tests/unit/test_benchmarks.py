@@ -259,7 +259,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 
 def study(argv: list[str]) -> dict[str, Any]:
-    """What its file says afterwards."""
+    """Return the content of its file afterwards."""
     assert convergence.main(argv) == 0
     path = next(word for word in argv if word.startswith("--json=")).removeprefix("--json=")
     return json.loads(Path(path).read_text("utf-8"))

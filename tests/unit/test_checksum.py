@@ -27,7 +27,7 @@ def message(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def received() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What eight ranks have sent, and how it arrives at one of them."""
+    """Return the messages of eight ranks, and those that one of them receives."""
     plain = [message(nbytes, rank) for rank, nbytes in enumerate(SIZES)]
     return plain, torch.cat([seal(m, [m.numel()], sender=r) for r, m in enumerate(plain)])
 
@@ -64,7 +64,7 @@ def test_every_single_flipped_bit_is_found_and_ascribed_to_its_sender() -> None:
 
 
 def words(sealed: torch.Tensor, *order: int) -> torch.Tensor:
-    """Of a sealed message, its words in this order and the rest behind them."""
+    """Return a sealed message with its words in this order and the rest behind them."""
     found = sealed.view(torch.int64)
     return torch.cat([found[list(order)], found[len(order) :]]).view(torch.uint8)
 

@@ -80,8 +80,9 @@ def test_bytes_are_those_added_up_by_hand(
 
 
 def test_a_rank_receives_its_share_of_every_hop() -> None:
-    """Of 1.5 gathers in each of 3 micro-steps; gradients cross once. Half of the elements come from
-    the other node, which two ranks share.
+    """With 1.5 gathers in each of 3 micro-steps, and gradients that cross once.
+
+    Half of the elements come from the other node, which two ranks share.
     """
     result = priced(FULL, 3, [MATRIX], node_size=2, gathers=1.5)
     half = 98304  # bytes of half of the elements
@@ -93,7 +94,7 @@ def test_a_rank_receives_its_share_of_every_hop() -> None:
 
 @pytest.mark.parametrize(("bits", "back"), [(None, 5), (4, 4), (5, 5), (8, 8)])
 def test_replicas_pay_for_the_bits_of_the_sums_that_go_back(bits: int | None, back: int) -> None:
-    """Of a matrix of 768 groups: codes of both ways, a bf16 scale each, fp32 with 8 bits."""
+    """A matrix of 768 groups: codes of both ways, a bf16 scale each, fp32 with 8 bits."""
     found = scheme("eden4", gradients={"returned_bits": bits})
     volume = priced(found, 3, [MATRIX], node_size=2, replicas=True)
     scales = 768 * (2 + (4 if back == 8 else 2))
@@ -162,7 +163,7 @@ def test_buckets_under_way_take_memory_each() -> None:
 
 
 def test_gradients_that_cross_at_once_keep_what_they_need_between_the_nodes() -> None:
-    """Of every bucket: both messages of an exchange, the own part of a row and its sums in fp32."""
+    """A bucket keeps both messages of an exchange, the own part of a row and its sums in fp32."""
     routes = Routes(scheme=W8G4, stage=3, nodes=2, node_size=4, replicas=True)
     plain = {"weights": 0, "gradients": 1, "full_precision_share": 0, "kept": {}}  # 1/2 each way
     comm_volume = CommVolume(numel=10**6, routes=routes, gradients_intra=1, returned=0.5, **plain)
@@ -247,7 +248,7 @@ COUNTED = {
 
 @pytest.mark.parametrize(("reuse", "prefetch"), COUNTED)
 def test_the_rule_is_close_to_what_was_counted(reuse: int, prefetch: int) -> None:
-    """Of so few layers one more or less is an eighth."""
+    """One layer more or less is an eighth of so few."""
     settings = FetchSettings(
         max_reuse_distance=reuse * N, prefetch_bucket_size=prefetch * N, max_live_parameters=ALL * N
     )

@@ -1,4 +1,4 @@
-"""What waits for a CUDA device, on stand-ins for one: the clock, flushes, copies."""
+"""Waits for a CUDA device, on stand-ins for one: the clock, flushes, copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_quant.zero.optimizer_hooks import ReplicaGroup, owner_buckets
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was done, in order."""
+    """The events, in order."""
     found: list[object] = []
 
     def read() -> float:
@@ -78,7 +78,7 @@ def test_a_flush_waits_where_the_reduction_overlaps(
 
 
 class Copies(TorchDispatchMode):
-    """Whether each copy waits for nothing."""
+    """Records of each copy if it is asynchronous."""
 
     def __init__(self) -> None:
         super().__init__()

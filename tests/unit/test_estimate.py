@@ -250,8 +250,8 @@ def under_ddp(capsys, *options: str) -> dict[str, dict]:
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_bytes_and_memory_under_ddp_are_added_up_by_hand(k: int, capsys) -> None:
-    """Of fp32 gradients, which are sent once per optimizer step: weights, two states, gradients
-    and buckets take 4 bytes each.
+    """Gradients in fp32 are sent once per optimizer step. Weights, two states, gradients and
+    buckets take 4 bytes each.
     """
     found = under_ddp(capsys, "--accumulation", str(k))
     hook = "ddp with bf16_compress_hook"

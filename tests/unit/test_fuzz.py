@@ -51,7 +51,7 @@ BLOCKS = section(
 
 
 def written(block: Any, path: str) -> bool:
-    """Whether the block holds the place that a message names, such as .weights.level_steps[1]."""
+    """Return True if the block holds the place of a message, such as .weights.level_steps[1]."""
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         try:
             block = block[key] if key else block[int(index)]

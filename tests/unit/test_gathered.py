@@ -98,7 +98,7 @@ def gather_all(
 
 @pytest.fixture
 def filled_memory():
-    """What torch.empty returns is NaN or 255."""
+    """torch.empty returns NaN or 255."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -130,7 +130,7 @@ def test_shards_are_gathered_as_the_page_says(
 
 
 def check_messages(world: World, rows: Sequence[dict[oracle.Piece, bytes]]) -> None:
-    """Of the first of two gathers; each counted where it comes from."""
+    """Compare the messages of the first of two gathers, and the bytes of each link."""
     topology = world.ranks[0].run.topology
     nodes, places = topology.levels()
     levels = [*map(tuple, places), *map(tuple, nodes)]
@@ -195,8 +195,9 @@ ROUNDS = 3
 
 
 def keep(rank: SimulatedRank, numels: Sequence[int]) -> list[list[torch.Tensor]]:
-    """What a rank gathers in its node after every exchange: exact, and in 8 bits. What it is handed
-    is its own: it may write there.
+    """Return the weights that a rank gathers in its node after every exchange.
+
+    They are exact, and in 8 bits. They are the rank's own: it may write there.
     """
     topology, hierarchy = rank.run.topology, rank.run.world.hierarchy
     where = {"nodes": topology.nodes, "node_size": topology.node_size,

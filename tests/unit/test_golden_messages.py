@@ -1,4 +1,4 @@
-"""What wrong configs are told, word by word, in golden/wrong_configs.json, at 8 ranks.
+"""The errors of wrong configs, word by word, in golden/wrong_configs.json, at 8 ranks.
 
 After a deliberate change of words: python -m tests.unit.test_golden_messages, and read the
 difference.
@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text("utf-8"))
 
 
 def problems_of(config: dict[str, Any]) -> list[str]:
-    """What start-up refuses, one sentence each."""
+    """Return the refusals of start-up, one sentence each."""
     with pytest.raises(ConfigError) as error:
         parsed = parse(config)
         parsed.validate_stage(config["zero_optimization"]["stage"])
@@ -47,8 +47,8 @@ def test_message_names_key_value_what_is_allowed_and_the_way_out(case: dict[str,
 
 
 def _shown(config: Any, key: str) -> str | None:
-    """What stands under the key in the file, as the message must show it; None if the scheme
-    has set it.
+    """Return the value of a key in the file as the message must show it; None if the scheme has set
+    it.
     """
     for part in key.split("."):
         if part not in config:

@@ -18,7 +18,7 @@ Around = Callable[..., Any]
 
 @pytest.fixture
 def wrappers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Around]:
-    """What would go around DeepSpeed's methods, by their names."""
+    """Return the functions that would go around DeepSpeed's methods, by their names."""
     found: dict[str, Around] = {}
     wrap = lambda owner, name, around: found.update({name: around})  # noqa: E731
     monkeypatch.setattr(install, "wrap_once", wrap)

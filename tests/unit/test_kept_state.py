@@ -1,4 +1,4 @@
-"""What an engine goes on with: after a load, in a warm-up, with values that may be decoded."""
+"""The state of an engine after a load, in a warm-up, and with values that may be decoded."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_shard_of_a_rank_outside_the_world_is_refused(rank):
 
 @pytest.mark.parametrize("ranks", [24, 40, 48, 64, 96, 128, 192, 256, 512])
 def test_windows_of_a_partition_begin_at_whole_vectors(ranks: int) -> None:
-    """Of DeepSpeed's bucket, and of one that is too small for any."""
+    """Tried: DeepSpeed's bucket, and one that is too small to be aligned."""
     partition = 18_000_001
     group = types.SimpleNamespace(flat=torch.empty(partition * ranks, device="meta"))
     for bucket in (5 * 10**8, 1000 * ranks):

@@ -172,7 +172,7 @@ def test_a_peer_that_has_died_is_named_by_its_global_rank(monkeypatch) -> None:
 
 
 class Room(DeviceBytes):
-    """What an outbox has of one message; views are recorded as the whole."""
+    """The memory of one message in an outbox; views are recorded as the whole."""
 
     def __getitem__(self, _: slice) -> Room:
         return self

@@ -30,7 +30,7 @@ def outbox(rank: SimulatedRank, parcels: Sequence[LosslessMessage]) -> LosslessG
 
 
 def gathered(rank: SimulatedRank) -> list[list[float]]:
-    """What ranks hold after messages of three sizes, one of them none."""
+    """Return the bytes of all ranks after messages of three sizes, one of them none."""
     ranks, mine = rank.run.topology.world, rank.number
     reference = [torch.zeros(ranks, numel, dtype=BF16) for numel in (5, 0, 3000)]
     sent = outbox(
@@ -114,7 +114,7 @@ def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damag
 
 
 def announced(rank: SimulatedRank) -> list[str]:
-    """What an outbox says to every wrong length."""
+    """Return the errors of an outbox for every wrong length."""
     reference, said, link = torch.zeros(100, dtype=BF16), [], rank.run.world.hierarchy.flat
     gather = link.all_gather
 

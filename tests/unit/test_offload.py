@@ -1,4 +1,4 @@
-"""What follows DeepSpeed's ``offload_states``: by its arguments, and when."""
+"""The plugin's tensors follow DeepSpeed's ``offload_states``: by its arguments, and when."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ Found = Callable[..., object]
 
 @pytest.fixture
 def front(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of one hop; a reduction is its layout."""
+    """Return a front with one hop, whose reductions are their layouts."""
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
     monkeypatch.setattr(shard_gradients, "ShardBucket", lambda shards, sums, noted: sums)
     return WORLD.ranks[0]
 
 
 def shard_layouts(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
-    """Of a ZeRO-3 bucket of one gradient."""
+    """Find the layouts of a ZeRO-3 bucket of one gradient."""
     reduction = ShardReduction(front, None)
 
     def begin(
@@ -49,7 +49,7 @@ def shard_layouts(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 
 
 def owner_layouts(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
-    """Of a bucket of ZeRO-1/2."""
+    """Find the layouts of a bucket of ZeRO-1/2."""
     reduction, found = OwnerReduction(front, None, None), list[BucketLayout]()
     monkeypatch.setattr(
         GradientReducer,
@@ -74,7 +74,7 @@ def owner_layouts(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 
 
 def gather_plans(front: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
-    """Of the weights of ZeRO-1/2."""
+    """Find the plans of gathers of the weights of ZeRO-1/2."""
     replica, hierarchy = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
     replica._plans, replica._offsets = PlanCache(), {}
 

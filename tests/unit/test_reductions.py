@@ -89,14 +89,14 @@ def dtype_of(case: Case, parameter: int) -> torch.dtype:
 
 
 def gradients(case: Case, rank: int, micro: int) -> list[torch.Tensor]:
-    """Of all parameters."""
+    """Return the gradients of all parameters of a rank in a micro-step."""
     draw = np.random.default_rng((rank, micro))
     found = [torch.from_numpy(draw.normal(size=n) * 10 ** draw.normal(size=n)) for n in NUMELS]
     return [values.to(dtype_of(case, i)) for i, values in enumerate(found)]
 
 
 def borders(case: Case, world: int) -> list[int]:
-    """Of what each rank owns of the bucket, which is shorter at its ends."""
+    """Return the borders of the parts of the bucket that the ranks own; its ends are shorter."""
     total = sum(NUMELS)
     if case.layout == "one owner":
         return [0] * world + [total]
@@ -106,8 +106,9 @@ def borders(case: Case, world: int) -> list[int]:
 
 
 def reduce_rank(rank: SimulatedRank, case: Case, meet: threading.Barrier) -> list[torch.Tensor]:
-    """What a rank has in the end: of every parameter its shard, or its part of the bucket. All
-    ranks share the engine that counts micro-steps, so they meet between them.
+    """Return the results of a rank: of every parameter its shard, or its part of the bucket.
+
+    All ranks share the engine that counts micro-steps, so they meet between these.
     """
     world, params = rank.run.topology.world, list(rank.engine.module.parameters())
     owners = OwnerReduction(rank, rank.partial_gradients, SimpleNamespace(dp_process_group=None))
@@ -182,14 +183,14 @@ class Page:
 
     @property
     def own_signs(self) -> bool:
-        """Whether every sender of the last hop has its own."""
+        """Return True if every sender of the last hop has its own signs."""
         gradients = self.scheme.block.gradients
         if gradients.rotation_signs is True:
             return gradients.range == "gaussian" and gradients.bits < 4 and self.nodes >= 4
         return gradients.rotation_signs == "node" and self.nodes > 1
 
     def signs(self, parameter: int, sender: int | None) -> np.ndarray | None:
-        """Of the first backward, which has those of sums that wait."""
+        """Return the signs of the first backward, which are those of sums that wait."""
         h = self.rotation(parameter)
         if not (h and self.scheme.block.gradients.rotation_signs):
             return None
@@ -287,7 +288,7 @@ class Page:
                 self.received[receiver]["intra" if near else "inter"] += len(message)
 
     def sums(self, values: list[list[list[np.ndarray]]]) -> dict[oracle.Piece, np.ndarray]:
-        """Of the gradients by micro-step and rank, in the order of the runs."""
+        """Return the sums of gradients. values: by micro-step and rank, in the order of the runs."""
         last = len(values) - 1
         waiting: dict[tuple[int, oracle.Piece], np.ndarray] = {}
         for micro, by_rank in enumerate(values):

@@ -1,5 +1,5 @@
-"""What is quantized, which codec goes on which hop, and how often: a table by hand; and the streams
-of a parameter that follow.
+"""The table of routes, written by hand: codecs by hop, and how often; and the random streams of a
+parameter that follow.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.world import SimulatedRank, World
 
 
 def world(**keys: Any) -> World:
-    """Of two micro-steps under ZeRO-2, with a weight of 64 x 64."""
+    """Two micro-steps under ZeRO-2, with a weight of 64 x 64."""
     module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 64))})
     return World(2, 2, module=module, stage=2, micro_steps=2, scheme="full_precision", **keys)
 

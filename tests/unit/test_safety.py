@@ -1,4 +1,4 @@
-"""What all ranks compare and vote on, without ranks."""
+"""Comparisons and votes of all ranks, without ranks."""
 
 from __future__ import annotations
 

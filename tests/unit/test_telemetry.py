@@ -1,4 +1,4 @@
-"""What is counted and sampled of a step, and what is reported of it: every figure by hand."""
+"""Counts and samples of a step, and their report: every figure by hand."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_was_encoded_is_read_back_outside_the_sections_and_without_waiting(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_error_of_a_difference_is_that_of_the_weights(dtype: torch.dtype) -> None:
-    """Of the weights as ranks hold them: what their dtype rounds off is no error of the codec."""
+    """The weights are those that ranks hold: rounding to their dtype is no error of the codec."""
     master = torch.linspace(-1, 1, 64) + 0.01 * torch.sin(torch.arange(64.0))
     reference, wanted = torch.linspace(-1, 1, 64).to(dtype), master.to(dtype).float()
     codec = GroupCodec(bits=4, group_size=32, range="absmax")

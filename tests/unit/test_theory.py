@@ -1,6 +1,6 @@
-"""What the numbers of the wire page promise, and what the theorems of QSDP and SDP4Bit say of them:
-no bias, errors that average out over nodes, training that ends where it should. Their bits are
-those of tests/kernels/test_numbers.py.
+"""The promises of the wire page's numbers, and the theorems of QSDP and SDP4Bit about them: no
+bias, errors that average out over nodes, training that ends where it should. Their bits are those
+of tests/kernels/test_numbers.py.
 
 d is the step of a group. Statistics use fixed keys, so a passing test passes always; tolerances
 are 4 to 5 standard deviations of the estimator, derived beside each.
@@ -78,7 +78,7 @@ def nmse(found: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def cells(bits: int) -> list[tuple[float, float, float]]:
-    """Of every level its borders, which lie halfway, and itself."""
+    """Return the borders of every level, which lie halfway, and the level."""
     levels = LEVELS[bits]
     borders = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
     return [(*pair, level) for pair, level in zip(pairwise(borders), levels, strict=True)]
@@ -147,9 +147,9 @@ def sum_of(x: torch.Tensor, bits: int, step: int) -> torch.Tensor:
     ("bits", "nodes"), [*((bits, 1) for bits in BITS), (2, 2), (2, 4), (2, 8), (2, 16)]
 )
 def test_mean_over_signs_is_the_sum(bits: int, nodes: int) -> None:
-    """Of equal gradients, whose biases add up: of 2000 draws of signs it is off by the error over
-    their number, with 5 standard deviations of its 128 squares, and by the bias of
-    `bias_of_an_element`, doubled for what that leaves out. Equal errors of more nodes exceed it.
+    """Equal gradients, whose biases add up. The mean of 2000 draws of signs is off by the error
+    over their number, with 5 standard deviations of its 128 squares, and by the bias of
+    `bias_of_an_element`, doubled for the rest. Equal errors of more nodes exceed it.
     """
     count, x = 2000, normal(128, seed=bits)
     total = torch.zeros(128, dtype=torch.float64)
@@ -313,7 +313,7 @@ def outliers(draw: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize("draw", [student, outliers])
 def test_smoothing_helps_where_there_are_outliers(draw: Callable[..., np.ndarray]) -> None:
-    """Of one message of 4 bits: t3 .109 against .027, outliers .087 against .014."""
+    """One message of 4 bits: errors of .109 against .027 (t3), and .087 against .014."""
     rows = sources(draw)
     assert theory.two_level_error(rows, block=32) < 0.5 * theory.two_level_error(rows, block=0)
 

@@ -1,5 +1,5 @@
-"""What the ranks do together, on stand-ins for torch's: how many collectives make the process
-groups of the two levels, and how many keys a wait for all asks for.
+"""Work of all ranks together, on stand-ins for torch's: the number of collectives that make the
+process groups of the two levels, and of keys that a wait for all asks for.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Torch:
         timeout: timedelta,
         pg_options: Options | None = None,
     ) -> list[int]:
-        """What torch does in Python, then in C++."""
+        """Do the work of torch in Python, then in C++."""
         given = pg_options
         if given is None:
             given = deepcopy(self.options) if self.copies else self.options

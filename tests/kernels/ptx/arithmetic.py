@@ -1,4 +1,4 @@
-"""What the instructions of PTX compute, on arrays of lanes.
+"""The arithmetic of PTX instructions, on arrays of lanes.
 
 Every f32 operation rounds once, to nearest even, keeps denormals, and has one NaN.
 """

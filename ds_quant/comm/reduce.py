@@ -298,7 +298,9 @@ class GradientSums:
         partial_sums: Tensor | None = None,
         ends_elsewhere: bool = False,
     ) -> Reduction:
-        """Begin to fill ``into``: the sums of this rank lie at ``own``.
+        """Begin to sum into ``into``. The sum of gradient slice i begins at element ``own[i]``.
+
+        ``Reduction.wait`` ends it, and delivers sums that another rank has made.
 
         into: the buffer of the caller with ``in_place``, else one that ``new_sums`` allocates.
 
@@ -306,7 +308,8 @@ class GradientSums:
         """
         then = None
         if self._deliver is not None:
-            then = partial(self._deliver, into, [hops[-1] for hops in bound_codecs])
+            codecs_of_last_hop = [codecs[-1] for codecs in bound_codecs]
+            then = partial(self._deliver, into, codecs_of_last_hop)
         return Reduction(
             self.plan,
             tensors,

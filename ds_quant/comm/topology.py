@@ -91,7 +91,7 @@ def divisors(world: int) -> list[int]:
     return sorted({*small, *large})
 
 
-def launched_size(world: int) -> tuple[str, int] | None:
+def launcher_variable(world: int) -> tuple[str, int] | None:
     """Return the launcher's variable with the number of ranks on this host, and its value.
 
     None if no variable has a value that divides the world. deepspeed sets LOCAL_SIZE, torchrun
@@ -106,12 +106,15 @@ def launched_size(world: int) -> tuple[str, int] | None:
 
 
 def default_node_size(world: int) -> int:
-    """Return the ranks per host by this rank's launcher, without communication.
+    """Return the ranks per host as this rank's launcher sets them, without communication.
 
-    ``world`` if the launcher sets none: every rank counts as local.
+    ``world`` if it sets no number that divides the world: every rank counts as local.
     """
-    launched = launched_size(world)
-    return world if launched is None else launched[1]
+    launched = launcher_variable(world)
+    if launched is None:
+        return world
+    _, ranks_on_host = launched
+    return ranks_on_host
 
 
 def host_name() -> str:
@@ -140,7 +143,7 @@ def place(
     Args:
         hosts: of every rank.
         given: quantized_comm.node_size.
-        launched: of every rank, see ``launched_size``.
+        launched: of every rank, see ``launcher_variable``.
 
     Raises:
         PlacementError: no node size was given, and none can be derived.

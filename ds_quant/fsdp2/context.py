@@ -19,7 +19,8 @@ class Context:
 
     before_gather: runs before a module is gathered.
     after_reduction: runs after a reduction of gradients has begun.
-    weights_version: grows with every exchange of weights.
+    weights_version: the step, and the number of exchanges of weights in it. Codecs are bound anew
+        when it grows.
     partial_sums: their memory, freed by the last backward of a step or by ``discard_gradients``.
     _gradient_sums: plans, which hold no tensors but small tables: emptied when they are full.
     """

@@ -69,6 +69,8 @@ from ds_quant.runtime.reductions import (
     reduced_codecs,
 )
 
+_REDUCTION_BITS = 24  # of an address, for the number of a reduction in its optimizer step
+
 
 class QuantizedReduceScatter(ReduceScatter):
     """The reduce-scatter of one sharded module: see [Note: one backward, one step]."""
@@ -193,17 +195,20 @@ class QuantizedReduceScatter(ReduceScatter):
         return None
 
     def all_reduce(self, users_hook: Callable[[Tensor], None] | None, row: Tensor) -> None:
-        """Write the sums of all nodes over this rank's row: see [Note: all-reduce stream].
+        """Run as FSDP2's all-reduce hook: wait for the reduction that ``__call__`` has begun, and
+        write the sums of all nodes over this rank's row. See [Note: all-reduce stream].
 
-        Of a replicated module nothing is reduced yet: the row holds its gradients.
+        FSDP2 calls no reduce-scatter for a replicated module: the row holds its gradients, and the
+        reduction begins here.
 
-        users_hook: called where FSDP2 calls it, in backwards that reduce over the replicas.
+        users_hook: of ``set_all_reduce_hook``. Not called in a backward that stays inside the node.
         """
         keep_for_current_stream(row)
         if self._sharded.is_replicated:
             self._run.refuse_capture()
             self._context.after_reduction()
-            self._begun = self._begin(self._plan(row, self._scale_of_replicated), row, None, row)
+            plan = self._plan(row, self._scale_of_replicated)
+            self._begun = self._begin(plan, gradients=row, partial_sums=None, row=row)
         begun = self._begun
         if begun is None:  # a backward that stays inside the node
             return
@@ -421,7 +426,7 @@ class QuantizedReduceScatter(ReduceScatter):
 
     def _next_address(self) -> int:
         """Return the address of the random bits of a reduction, unique in a run."""
-        address = (self._run.step << 24) + self._reductions
+        address = (self._run.step << _REDUCTION_BITS) + self._reductions
         self._reductions += 1
         return address
 
@@ -447,18 +452,20 @@ class QuantizedReduceScatter(ReduceScatter):
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
         """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
         # One pattern of signs for all backwards whose rotated values are added up.
-        signs = address >> 24 << 24 if self._sharded.defers_inter_node else address
+        first_address = self._run.step << _REDUCTION_BITS
+        signs = first_address if self._sharded.defers_inter_node else address
         return bind(plan.gradient_codecs, address, signs)
 
     # ---- plans ----
 
     def _plan(self, gradients: Tensor, scale: float) -> ReductionPlan:
-        full = self._run.is_full_precision(self._run.step)
-        key = (gradients.dtype, full, scale, self._has_gradient)
+        full_precision = self._run.is_full_precision(self._run.step)
+        key = (gradients.dtype, full_precision, scale, self._has_gradient)
         plan = self._plans.get(key)
         if plan is None:
             rows = self._sharded.part(self._has_gradient)
-            plan = self._plans.add(key, self._new_plan(rows, gradients.dtype, full, scale))
+            new_plan = self._new_plan(rows, gradients.dtype, full_precision, scale)
+            plan = self._plans.add(key, new_plan)
         numel = self._level.num_shards * plan.rows.row_numel
         if gradients.numel() != numel:
             raise RuntimeError(
@@ -469,10 +476,16 @@ class QuantizedReduceScatter(ReduceScatter):
         return plan
 
     def _new_plan(
-        self, rows: ShardedModule, dtype: torch.dtype, full: bool, scale: float
+        self, rows: ShardedModule, dtype: torch.dtype, full_precision: bool, scale: float
     ) -> ReductionPlan:
+        """Plan the reduction of gradients and, with replicas, the way back of their sums.
+
+        rows: the part of the module that has gradients.
+        full_precision: nothing is quantized in this step.
+        scale: factor of the sums.
+        """
         level = self._level
-        gradient_codecs = reduced_codecs(level, rows.params, dtype, full_precision=full)
+        gradient_codecs = reduced_codecs(level, rows.params, dtype, full_precision=full_precision)
         specs = [codecs.spec for codecs in gradient_codecs]
         segments = self._segments(rows, gradient_codecs)
         sums = self._context.gradient_sums(level, tuple(segments), tuple(specs), scale)
@@ -484,8 +497,8 @@ class QuantizedReduceScatter(ReduceScatter):
                 dtype,
                 segments,
                 sums,
-                full_precision=full,
-                first=level.shard * rows.row_numel,
+                full_precision=full_precision,
+                first=level.shard * rows.row_numel,  # this rank's row
             )
         return ReductionPlan(
             rows=rows, gradient_codecs=gradient_codecs, sums=sums, returned=returned

@@ -22,7 +22,7 @@ class WeightCodecs:
         self._context = context
         self._sharded = sharded
         self._hop = hop
-        self._version = (-1, -1)
+        self._version = (-1, -1)  # ``Context.weights_version`` of the codecs; none yet
         self._bound_codecs: list[BoundCodec] = []
         self.are_exact = False  # the codecs of the current step
         self._message: Message | None = None
@@ -59,12 +59,10 @@ class WeightCodecs:
         return self._messages[key]
 
     def _bound(self, param: Param) -> BoundCodec:
-        """Bind the codec of a parameter to this step.
-
-        Frozen weights of a node shard do not cross between the nodes.
-        """
+        """Return the codec of a parameter on this hop, bound to this step."""
         level, dtype = self._sharded.level, self._sharded.dtype
-        hop_codecs = param.weight_codecs(dtype, rank=level.shards.rank)
         if self._hop == 0 and not param.trained and level.routes.keeps_shard:
+            # The exchange between the nodes, which frozen weights take no part in: never used.
             return full_precision(dtype)
+        hop_codecs = param.weight_codecs(dtype, rank=level.shards.rank)
         return param.bound_codec(hop_codecs[self._hop], dtype, self._context.run.step)

@@ -40,11 +40,13 @@ class Hop:
 
     codec: None for full precision, in the dtype of the values.
     per: the hop runs once per gather of ZeRO-3, micro-step or optimizer step.
-    is_intra_codec: True if ``codec`` is the scheme's codec for exchanges inside a node.
+    is_intra_codec: True if ``codec`` is the scheme's codec for exchanges inside a node: its levels
+        are never learned, and it has random bits of its own.
     full_precision_own: True if a rank adds its own contribution as it is, without a message.
     forwards: True if the hop forwards the rows of the hop before, still encoded.
-    difference: True if receivers add the decoded values to the values that they hold.
-    lossless: True if the difference is exact, in as many bits as that takes.
+    difference: True if receivers add the values that ``codec`` decodes to those that they hold.
+    lossless: True if exact differences are sent without a codec, in as many bits as they take;
+        ``difference`` is then False.
     """
 
     level: Level
@@ -174,14 +176,12 @@ class Routes:
         if self.keeps_shard and full_world:
             return self._node_shard_weights(codec, intra_codec, dtype, trained)
         per = weights_per(self.stage)
-        one_node: Level = "intra" if self.replicas else "flat"
+        level: Level = "intra" if self.replicas else "flat"
         if self.stage == 3 and self.scheme.block.keeps_node_shard:
             # One node: gather with the intra codec, as from a node shard.
-            return Route(
-                hops=(Hop(level=one_node, codec=intra_codec, per=per, is_intra_codec=True),)
-            )
+            return Route(hops=(Hop(level=level, codec=intra_codec, per=per, is_intra_codec=True),))
         if self.replicas:
-            return Route(hops=(Hop(level=one_node, codec=codec, per=per),))
+            return Route(hops=(Hop(level=level, codec=codec, per=per),))
         difference = self.scheme.difference and codec is not None
         # Lossless differences need a reference, which ZeRO-1 and 2 keep.
         lossless = self._is_lossless(dtype) and self.stage < 3

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from ds_quant.comm.topology import PlacementError, host_name, launched_size, place
+from ds_quant.comm.topology import PlacementError, host_name, launcher_variable, place
 from ds_quant.config.environment import KILL_VARIABLE
 from ds_quant.config.errors import KEY, differences
 from ds_quant.config.schema import QuantizedCommConfig
@@ -267,7 +267,7 @@ def handshake(
     store = store_of_call(name, rank)
     while _is_given_up(store):
         store = store_of_call(name, rank)
-    launched = None if is_part else launched_size(len(ranks))
+    launched = None if is_part else launcher_variable(len(ranks))
     store.set(str(rank), json.dumps(_card(config, facts, device, launched)))
     if store.check([_gave_up(rank)]):
         store.delete_key(_gave_up(rank))

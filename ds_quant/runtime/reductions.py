@@ -32,7 +32,7 @@ from ds_quant.runtime.param import (
 from ds_quant.runtime.run import Level
 
 PIECE_NUMEL = 1 << 10
-EXACT_PIECE_NUMEL = 1 << 7  # four times the bytes of a piece in 4 bits
+EXACT_PIECE_NUMEL = 1 << 7  # in fp32 as many bytes as PIECE_NUMEL in 4 bits
 
 
 def reduced_codecs(
@@ -124,7 +124,7 @@ class Placement(NamedTuple):
     def pieces(self, numel: int, unit: int) -> Iterator[tuple[int, int, int]]:
         """Yield (start, stop, rank that sums it) of every piece that is not empty.
 
-        unit: elements between which the parameter may be cut.
+        unit: elements of a group or rotation block; pieces begin at multiples of it.
         """
         borders = [
             numel * piece // self.num_pieces // unit * unit for piece in range(self.num_pieces)

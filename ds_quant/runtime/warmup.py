@@ -218,13 +218,13 @@ def _warm_up_lossless_differences(run: Run, dtype: torch.dtype, device: torch.de
         messages = [(reference + change, reference, wire.clone()) for _ in range(rows)]
         encode_lossless(messages, used, backend=backend)
         lengths = used.cpu().numpy()
-        offsets = lengths * 0
+        starts = lengths * 0  # every row decodes the first message
         old = reference.expand(rows, -1)
         status = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         first_wire = messages[0][2]
         decode_lossless(
             first_wire,
-            offsets,
+            starts,
             lengths,
             old,
             torch.empty_like(old),
@@ -266,14 +266,18 @@ def _warm_up_reductions(
     crosses_once = kinds.crosses_once and len(hops) == 2
     cast = CastCodec(dtype)
     block = 0 if route.rotation is None else route.rotation.block
+    # A number of slices that the user sets would cut these few elements.
     hops = [replace(hop, slicing=Slicing(count=1)) for hop in hops]
     full_precision = GradientSpec((cast,) * len(hops))
     quantized = GradientSpec(tuple([hop.codec or cast for hop in route.hops]), block, route.flips)
     for spec in dict.fromkeys((full_precision, quantized)):
-        # DeepSpeed may divide the gradients itself.
+        # A scale of 1, where DeepSpeed divides the gradients itself, is a variant of its own.
         cases = product(_reducers(hops), _sizes(spec.codecs), _JOBS, (1.0, 1 / 3))
         for reducer, numel, jobs, scale in cases:
-            segments = [Segment(job, 0, numel, job, 0, reducer) for job in range(jobs)]
+            segments = [
+                Segment(tensor=job, start=0, numel=numel, gradient=job, first=0, reducer=reducer)
+                for job in range(jobs)
+            ]
             plan = ReductionPlan(segments, [spec] * jobs, hops, scale=scale)
             tensors = [torch.zeros(numel, dtype=dtype, device=device)] * jobs
             slices = [*plan.slices]

@@ -259,7 +259,7 @@ def _attach_shards(
         )
     else:
         _require_memory(front)
-        fetch.keep_in_node()
+        fetch.make_node_shard()
     events.on_destroy.append(fetch.close)
     partial_gradients = None
     if trains:

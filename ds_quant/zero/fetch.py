@@ -124,11 +124,13 @@ class Fetch:
         (self._host or self).hook_parameters(params)
 
     def _before_forward(self, module: torch.nn.Module) -> None:
-        """Let the node shard notice writes: see [Note: when shards are compared] of it.
+        """Let the node shard notice writes: see [Note: when shards are compared] of node_shard.py.
 
-        The hooks of the host and of its guests all run in a forward: those of the host count.
+        A host and its guests have hooks on the same modules, and all of them run in a forward. Only
+        those of the host reach the node shard, so it sees every forward once.
         """
         if self._host is not None:
+            # This may be a forward for evaluation: the gathers of this step are not counted.
             self._host._gather_count.disturb()
         elif self.node_shard is not None:
             self.node_shard.before_forward(module)
@@ -147,12 +149,13 @@ class Fetch:
                 self._hooked[p.ds_id] = p
                 sharded_params.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
 
-    def keep_in_node(self) -> None:
-        """Serve gathers from a node shard from now on, if the scheme has one."""
+    def make_node_shard(self) -> None:
+        """Make the node shard, if these ranks keep one, and serve gathers from it from now on."""
         if not self._run.routes.keeps_shard:
             return
         node = NodeShard(self._front, self._parameters, self._updated or (), self.barrier)
         self.node_shard = node
+        # Values that other code changes while they are gathered make the shard's rows stale.
         for parameter in self._parameters:
             sharded_params.wrap_partition(parameter, node.resync, owner=self)
 
@@ -176,7 +179,7 @@ class Fetch:
         for guest in guests:
             guest._find_host_or_serve()
             if not guest.is_guest:
-                guest.keep_in_node()
+                guest.make_node_shard()
         self._parameters = []
 
     def _stop_serving(self) -> None:

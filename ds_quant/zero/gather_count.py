@@ -92,7 +92,7 @@ class GatherCount:
         self._is_disturbed |= not self._engine.module.training
 
     def disturb(self) -> None:
-        """Do not count this step: an engine for evaluation has fetched."""
+        """Do not count this step: an engine for evaluation shares the module, and may fetch."""
         self._is_disturbed = True
 
     @property

@@ -124,15 +124,12 @@ class Setup:
 
     make: shards it, with options of ``fully_shard``.
     source: the rows of a step by rank: ranks of tensor parallelism get equal ones.
-    replicated: ranks that hold the same parameters, where these are no DTensors of more than the
-        shard dimension; by rank.
     node_size: of the block. pairs: True if all sums have two summands, which have one order.
     """
 
     make: Callable[..., nn.Module]
     source: Callable[[int], int]
     node_size: int = 2
-    copies: Callable[[int], int] | None = None
     pairs: bool = True
 
 
@@ -243,21 +240,24 @@ def train(
     policy: MixedPrecisionPolicy = FP32,
     **options: Any,
 ) -> Trained:
-    """Train with a block, or with FSDP2 alone."""
+    """Train with a block, or with FSDP2 alone if it is None. options: of ``fully_shard``.
+
+    Every step has the same rows, so that a few steps lower the loss.
+    """
     model = setup.make(mp_policy=policy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     front = None if block is None else fsdp2.attach(model, block, optimizer=optimizer)
     trained = Trained(model, optimizer, front, [])
     for _ in range(steps):
         for micro_step in range(micro_steps):
-            take_backward(trained, setup, micro_step, micro_step == micro_steps - 1)
+            take_backward(trained, setup, seed=micro_step, last=micro_step == micro_steps - 1)
         optimizer.step()
         optimizer.zero_grad()
     return trained
 
 
 def take_backward(trained: Trained, setup: Setup, seed: int, last: bool = True) -> None:
-    """Run forward and backward on the rows of this rank. seed: of the rows; few repeat."""
+    """Run forward and backward on the rows of this rank. seed: of the rows."""
     model: Any = trained.model
     model.set_is_last_backward(last)
     x = rows(100 * seed + setup.source(dist.get_rank()))

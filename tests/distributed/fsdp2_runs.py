@@ -64,6 +64,7 @@ def rows(seed: int) -> Tensor:
 class Run:
     """A model in training.
 
+    front: of the block; None with FSDP2 alone.
     losses: of all forwards so far.
     forwards: weights that forward used, at each look.
     held: exact weights of the model, at each look.

@@ -426,11 +426,12 @@ def with_an_opponent(run: Run) -> None:
     if run.front is not None:
         fsdp2.attach(other, block_of(run.front.run.scheme.name), optimizer=its_optimizer)
     for seed in range(3):
-        made = functional.pad(run.model(rows(seed)), (0, WIDTH - 5))
+        made = run.model(rows(seed))
+        made = functional.pad(made, (0, WIDTH - made.shape[1]))  # as wide as the opponent's rows
         loss = other(made).square().mean()
         loss.backward()
         run.update()
-        its_optimizer.zero_grad()
+        its_optimizer.zero_grad()  # of the loss of the first model
         its_loss = other(rows(10 + seed)).square().mean() - other(made.detach()).mean()
         its_loss.backward()
         its_optimizer.step()

@@ -15,6 +15,7 @@ from ds_quant.policy.model_volume import ModelVolume
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
 HIDDEN, HEAD, EXPERT, EXPERTS, LAYERS, VOCABULARY = 2048, 128, 768, 128, 48, 151936
 NODES = GPUS = 8
+STAGE = 3  # FSDP2 shards as ZeRO-3 does
 
 
 def spec(name: str, *shape: int) -> ParamSpec:
@@ -45,10 +46,10 @@ def experts_of_a_gpu() -> Iterator[ParamSpec]:
 
 
 def volume(scheme: str, specs: Iterator[ParamSpec], *, ranks: int, node_size: int) -> CommVolume:
-    block = {"scheme": scheme, "allow_full_replica": True}
+    """Return the volume of a part of the model that lies on ``ranks`` ranks."""
     return comm_volume(
-        parse_block(block).to_scheme(),
-        3,
+        parse_block({"scheme": scheme}).to_scheme(),
+        STAGE,
         specs,
         ranks=ranks,
         node_size=node_size,
@@ -69,7 +70,7 @@ def test_the_page_has_the_volumes_of_a_mixture_of_experts(scheme: str) -> None:
     cells = []
     for micro_steps in (1, 8):
         for each in (*model.parts, model):
-            cells.append(f"{each.step_bytes(3, micro_steps=micro_steps):.2f}")
+            cells.append(f"{each.step_bytes(STAGE, micro_steps=micro_steps):.2f}")
     kept = model.memory * model.numel / 1e9
     row = f"| `{scheme}` | {' | '.join(cells)} | {kept:.2f} |"
     assert row in PAGE.read_text("utf-8"), row

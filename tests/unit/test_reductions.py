@@ -288,7 +288,7 @@ class Page:
                 self.received[receiver]["intra" if near else "inter"] += len(message)
 
     def sums(self, values: list[list[list[np.ndarray]]]) -> dict[oracle.Piece, np.ndarray]:
-        """Return the sums of gradients. values: by micro-step and rank, in the order of the runs."""
+        """Return the sums of gradients, given by micro-step and rank in the order of the runs."""
         last = len(values) - 1
         waiting: dict[tuple[int, oracle.Piece], np.ndarray] = {}
         for micro, by_rank in enumerate(values):

@@ -1387,6 +1387,26 @@ RANKS_AND_MESSAGES = (
         ),
     ),
     Row(
+        "a rank without a block",
+        "the job hangs in its first message",
+        zero=refused_in(
+            "guard",
+            "ranks_without_the_plugin_are_named_within_the_timeout",
+            stages=(2, 3),
+            remark="the error names the ranks",
+        ),
+        fsdp2=refused_in(
+            "start",
+            "a_rank_without_a_block_ends_the_others_at_once",
+            remark="at once",
+        ),
+        ddp=refused_in(
+            "start",
+            "a_rank_without_a_block_ends_the_others_at_once",
+            remark="at once",
+        ),
+    ),
+    Row(
         "a rank with another block",
         "ranks decode what others have not sent",
         zero=refused_in(

@@ -26,5 +26,5 @@ def optimizers_of(given: object) -> list[Optimizer]:
     shown = repr(given) if is_short else type(given).__name__
     raise AttachError(
         f"{KEY}: optimizer={shown}: allowed: the optimizer of the model's parameters, a list of "
-        "several, or [] for none"
+        "several, or [] for a model that is only evaluated"
     )

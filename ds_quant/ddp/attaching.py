@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,14 @@ def attach(
             reduces as DDP alone does.
     """
     shorten_messages()
-    with refusal_of_this_rank():
+    ranks = _ranks_of(model)
+    with refusal_of_this_rank(ranks):
         config = environment.block_of(block)
         if config is None:
-            return _inactive(environment.reason_of_no_block(block))
+            reason = environment.reason_of_no_block(block)
+            if ranks is not None:
+                stay_away(reason, ranks)
+            return InactiveFront(reason)
         optimizers = [] if optimizer is None else optimizers_of(optimizer)
         ddp = _ddp_of(model)
         attached = front_of(ddp)
@@ -79,7 +83,7 @@ def attach(
             refuse_unsupported(ddp)
             refusals.refuse_block(config, stage=STAGE, world=dist.get_world_size())
             if not any(reduced_parameters(ddp)):
-                return _inactive("DDP reduces no parameter of this model: nothing is quantized")
+                return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
         hook = hooks.find(ddp) or hooks.register(ddp)
     facts = model_facts("ddp", ddp.module)
     node_size = handshake(config, facts=facts, device=ddp.device, call="ds_quant.ddp.attach")
@@ -110,12 +114,6 @@ def _refuse_another_block(attached: AttachedModel, config: QuantizedCommConfig) 
         )
 
 
-def _inactive(reason: str) -> InactiveFront:
-    """Return a front that does nothing, and tell ranks that have a block."""
-    stay_away(reason)
-    return InactiveFront(reason)
-
-
 def _bypassing(ddp: DistributedDataParallel) -> Iterator[str]:
     """Yield a notice of trained parameters that DDP gives to no hook."""
     ignored = [
@@ -141,6 +139,15 @@ def front_of(model: nn.Module) -> AttachedModel | None:
 
 
 # ---- the model ----
+
+
+def _ranks_of(model: object) -> Sequence[int] | None:
+    """Return the ranks of a model, None if they cannot be known: then ``_ddp_of`` says why."""
+    try:
+        ddp = _ddp_of(model)
+    except AttachError:
+        return None
+    return dist.get_process_group_ranks(ddp.process_group)
 
 
 def _ddp_of(model: object) -> DistributedDataParallel:

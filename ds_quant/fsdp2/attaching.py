@@ -86,7 +86,10 @@ def attach(
     with refusal_of_this_rank(ranks_of_model):
         config = environment.block_of(block)
         if config is None:
-            return _inactive(environment.reason_of_no_block(block), ranks_of_model)
+            reason = environment.reason_of_no_block(block)
+            if ranks_of_model is not None:
+                stay_away(reason, ranks_of_model)
+            return InactiveFront(reason)
         optimizers = optimizers_of(optimizer)
         meshes = _meshes(model)
         if meshes is None:
@@ -94,7 +97,7 @@ def attach(
                 f"{type(model).__name__} has no parameters that fully_shard has sharded: nothing "
                 "is quantized"
             )
-            return _inactive(reason, None)
+            return InactiveFront(reason)
         arguments = AttachArguments.of(model, config, optimizers)
         attached = front_of(model)
         if attached is None:
@@ -111,12 +114,6 @@ def attach(
     _begin(front, has_optimizer=bool(optimizers))
     front.connect(model, optimizers, arguments)
     return front
-
-
-def _inactive(reason: str, ranks: Sequence[int] | None) -> InactiveFront:
-    """Return a front that does nothing, and tell ranks that have a block. ranks: of the model."""
-    stay_away(reason, ranks)
-    return InactiveFront(reason)
 
 
 def _ranks_of(model: nn.Module) -> Sequence[int] | None:

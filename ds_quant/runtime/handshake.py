@@ -1,13 +1,17 @@
 """Compare the settings and hosts of all ranks before the first collective, through torch's store.
 
 [Note: the first rank judges] Every rank puts a card into the store. The first rank, which is rank 0
-unless the model belongs to other ranks, reads all cards and puts its verdict there, for which the
+unless the model belongs to other ranks, compares the cards and writes the verdict, for which the
 other ranks wait. So the store answers a few requests per rank, independent of the number of ranks.
 No collective is involved: a rank without the plugin cannot hang the others.
 
+[Note: the first verdict holds] A rank that has an error or no block, and one that has waited for
+too long, writes a verdict, too. The store takes the first one, and all ranks obey it. So no rank
+starts without another one.
+
 [Note: calls in step] Calls of different ranks belong together by their number: the third handshake
-of one rank is the third of all. So a call that ends with an error, or finds no block, counts, too:
-it answers with an ``Absence``.
+of one rank is the third of all. So a call that ends with an error, or finds no block, counts, too.
+A rank that comes to a handshake that others have given up goes on to the next number.
 """
 
 from __future__ import annotations
@@ -49,11 +53,6 @@ def store_of_call(name: str, rank: int) -> PrefixStore:
     """
     call = plugin_store(name).add(f"calls/{rank}", 1)
     return plugin_store(f"{name}/{call}")
-
-
-def forget_call(name: str, rank: int) -> None:
-    """Take back the last call of ``store_of_call``, in which other ranks have had no part."""
-    plugin_store(name).add(f"calls/{rank}", -1)
 
 
 def wait_for_keys(store: PrefixStore, keys: Sequence[str], seconds: float) -> bool:
@@ -130,23 +129,14 @@ class Card(TypedDict):
     launched: tuple[str, int] | None  # a list once it has been JSON
 
 
-class Absence(TypedDict):
-    """The card of a rank that does not take part in the handshake.
+class Verdict(TypedDict, total=False):
+    """The outcome of a handshake: an error, or the ranks per node and warnings.
 
-    failed: True after an error; False if it has no block.
-    reason: the error, or the reason why nothing is quantized.
+    given_up: True if a rank has waited for too long, see [Note: calls in step].
     """
 
-    failed: bool
-    reason: str
-
-
-class Verdict(TypedDict, total=False):
-    """The answer of the first rank: an error, or the ranks per node and warnings."""
-
     error: str
-    unheard: bool  # the first rank has not answered, so there was no verdict
-    absent: bool  # the first rank does not take part in the handshake
+    given_up: bool
     node_size: int
     warnings: list[str]
 
@@ -263,23 +253,17 @@ def handshake(
     ranks = range(dist.get_world_size()) if ranks is None else ranks
     rank = dist.get_rank()
     is_part = len(ranks) < dist.get_world_size()
-    name = _name_of(ranks)
-    store = store_of_call(name, rank)
-    while _is_given_up(store):
-        store = store_of_call(name, rank)
     launched = None if is_part else launcher_variable(len(ranks))
+    store = _store_of_handshake(ranks)
     store.set(str(rank), json.dumps(_card(config, facts, device, launched)))
-    if store.check([_gave_up(rank)]):
-        store.delete_key(_gave_up(rank))
+    if store.add("cards", 1) == len(ranks):
+        store.set(_READY, "")
     if rank == ranks[0]:
         verdict = _lead(store, config, ranks, call)
     else:
         verdict = _follow(store, config.handshake_timeout, ranks, call)
-        if verdict.get("unheard"):  # so that all ranks meet in a later attempt
-            store.set(_gave_up(rank), "")
-            store.delete_key(str(rank))
-            forget_call(name, rank)
     if "error" in verdict:
+        _leave(store, ranks, awaited=sorted({*ranks[1:]} - {*missing_ranks(store, ranks)}))
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
         log.log_rank0(f"quantized_comm: {warning}", first=ranks[0])
@@ -325,47 +309,86 @@ def refusal_of_this_rank(ranks: Sequence[int] | None = None) -> Iterator[None]:
         if dist.is_initialized():
             ranks = range(dist.get_world_size()) if ranks is None else ranks
             with suppress(RuntimeError):  # the store is gone with the rank that held it
-                absence: Absence = {"failed": True, "reason": f"{type(error).__name__}: {error}"}
-                _answer_absent(absence, ranks, awaited=ranks[1:])
+                message = f"rank {dist.get_rank()} stopped: {type(error).__name__}: {error}"
+                _leave(_refuse(ranks, message), ranks, awaited=ranks[1:])
         raise
 
 
-def stay_away(reason: str, ranks: Sequence[int] | None = None) -> None:
+def stay_away(reason: str, ranks: Sequence[int]) -> None:
     """Answer the handshake of a rank that has no block. Does not wait for other ranks.
 
-    A rank with a block raises ``StartError``: gradients of some ranks alone would hang.
+    Ranks with a block raise ``StartError``: their first message would wait for this rank.
 
-    reason: why nothing is quantized.
-    ranks: as of ``refusal_of_this_rank``.
+    reason: why nothing is quantized. ranks: as of ``handshake``.
     """
-    if dist.is_initialized():
-        ranks = range(dist.get_world_size()) if ranks is None else ranks
+    if dist.is_initialized() and len(ranks) > 1:
         with suppress(RuntimeError):
-            _answer_absent({"failed": False, "reason": reason}, ranks, awaited=())
+            advice = "give all ranks the same block, or none"
+            store = _refuse(ranks, f"on rank {dist.get_rank()} {reason}; {advice}")
+            _leave(store, ranks, awaited=())
 
 
-def _answer_absent(absence: Absence, ranks: Sequence[int], *, awaited: Sequence[int]) -> None:
-    """Answer the handshake of a rank that does not take part: see [Note: calls in step].
+def _refuse(ranks: Sequence[int], error: str) -> PrefixStore:
+    """Answer this rank's next handshake with an error, and return its store."""
+    store = store_of_call(_name_of(ranks), dist.get_rank())
+    store.set(str(dist.get_rank()), "")
+    _decide(store, {"error": error})
+    store.set(_READY, "")
+    return store
 
-    awaited: ranks for which the first rank waits, because it may end and hold the store.
+
+# ---- the store of a handshake ----
+
+# Keys beside the cards, which have the ranks as their keys.
+_READY = "ready"  # all cards are there, or an error is decided
+_VERDICT = "verdict"
+
+
+def _left(rank: int) -> str:
+    """Return the key of a rank that has read an error and needs the store no longer."""
+    return f"left/{rank}"
+
+
+def _store_of_handshake(ranks: Sequence[int]) -> PrefixStore:
+    """Return the store of this rank's next handshake that is not given up."""
+    while True:
+        store = store_of_call(_name_of(ranks), dist.get_rank())
+        verdict = _verdict(store)
+        if verdict is None or not verdict.get("given_up", False):
+            return store
+
+
+def _verdict(store: PrefixStore) -> Verdict | None:
+    """Return the verdict, None if there is none yet."""
+    if not store.check([_VERDICT]):
+        return None
+    verdict: Verdict = json.loads(store.get(_VERDICT).decode())
+    return verdict
+
+
+def _decide(store: PrefixStore, verdict: Verdict) -> Verdict:
+    """Write the verdict unless another rank decides first, and return that which holds.
+
+    Not with ``compare_set``, which stores that are written in Python lack.
     """
-    if len(ranks) == 1:
-        return
+    if store.add("decisions", 1) == 1:
+        store.set(_VERDICT, json.dumps(verdict))
+        return verdict
+    wait_for_keys(store, [_VERDICT], _PATIENCE)
+    held = _verdict(store)
+    return verdict if held is None else held
+
+
+def _leave(store: PrefixStore, ranks: Sequence[int], *, awaited: Sequence[int]) -> None:
+    """Leave a handshake that ends with an error.
+
+    awaited: ranks for which the first rank waits, because it may hold the store that they read.
+    """
     rank = dist.get_rank()
-    store = store_of_call(_name_of(ranks), rank)
     if rank == ranks[0]:
-        _publish(store, {"error": _absent({rank: absence}), "absent": True}, awaited=awaited)
+        wait_for_keys(store, [_left(other) for other in awaited], _PATIENCE)
     else:
-        store.set(str(rank), json.dumps(absence))
-        store.set(f"left/{rank}", "")
-
-
-def _is_given_up(store: PrefixStore) -> bool:
-    """Return True if the other ranks have given up an attempt in which they waited for this one."""
-    if not store.check(["verdict"]):
-        return False
-    verdict: Verdict = json.loads(store.get("verdict").decode())
-    return not verdict.get("absent", False)
+        store.set(_left(rank), "")
 
 
 def _name_of(ranks: Sequence[int]) -> str:
@@ -378,83 +401,44 @@ def _name_of(ranks: Sequence[int]) -> str:
 def _lead(
     store: PrefixStore, config: QuantizedCommConfig, ranks: Sequence[int], call: str | None
 ) -> Verdict:
-    """First rank: publish and return the verdict."""
-    keys = [str(rank) for rank in ranks]
-    missing: list[int] = []
-    if not wait_for_keys(store, keys, config.handshake_timeout):
-        missing = missing_ranks(store, ranks)
-    if missing:
-        verdict = _no_answer(missing, config.handshake_timeout, call)
-    else:
-        texts = _read(store, keys)
-        answers = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
-        absences = {rank: answer for rank, answer in answers.items() if "failed" in answer}
-        if absences:
-            verdict = {"error": _absent(absences)}
-        else:
-            verdict = _judge(answers, config)
-    _publish(store, verdict, awaited=sorted(set(ranks[1:]) - set(missing)))
+    """First rank: judge, and return the verdict that holds."""
+    if not wait_for_keys(store, [_READY], config.handshake_timeout):
+        return _give_up(store, config.handshake_timeout, ranks, call)
+    verdict = _verdict(store)
+    if verdict is None:
+        texts = _read(store, [str(rank) for rank in ranks])
+        cards = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+        verdict = _decide(store, _judge(cards, config))
     return verdict
-
-
-def _publish(store: PrefixStore, verdict: Verdict, *, awaited: Sequence[int]) -> None:
-    """Put the verdict into the store. awaited: ranks that read it."""
-    store.set("verdict", json.dumps(verdict))
-    if "error" in verdict and awaited:  # this process may hold the store: it leaves last
-        wait_for_keys(store, [f"left/{rank}" for rank in awaited], _PATIENCE)
 
 
 def _follow(store: PrefixStore, timeout: float, ranks: Sequence[int], call: str | None) -> Verdict:
-    """Every other rank: return the verdict."""
-    first = ranks[0]
-    missing: list[int] = []
-    if not wait_for_keys(store, ["verdict"], timeout):
-        # A rank that has just given up is not missing: it has answered, and waited as long.
-        absent = missing_ranks(store, ranks)
-        missing = [other for other in absent if not store.check([_gave_up(other)])]
-    verdict: Verdict
-    if missing:
-        verdict = {**_no_answer(missing, timeout, call), "unheard": first in missing}
-    elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):  # all are here: the first rank judges
-        (text,) = _read(store, ["verdict"])
-        verdict = json.loads(text)
-    else:
-        verdict = {"error": f"rank {first} has left the handshake; see its log"}
-    if "error" in verdict:
-        store.set(f"left/{dist.get_rank()}", "")
+    """Every other rank: return the verdict that holds."""
+    if not wait_for_keys(store, [_VERDICT], timeout):
+        is_ready = store.check([_READY])  # then the first rank is about to judge
+        if not is_ready or not wait_for_keys(store, [_VERDICT], 2 * _PATIENCE):
+            return _give_up(store, timeout, ranks, call)
+    verdict = _verdict(store)
+    assert verdict is not None
     return verdict
 
 
-def _gave_up(rank: int) -> str:
-    """Return the key of a rank that has taken its card back, because nobody gave a verdict."""
-    return f"gave_up/{rank}"
-
-
-def _no_answer(missing: list[int], timeout: float, call: str | None) -> Verdict:
+def _give_up(store: PrefixStore, timeout: float, ranks: Sequence[int], call: str | None) -> Verdict:
+    """Give the handshake up after ``timeout``, and return the verdict that holds."""
+    missing = missing_ranks(store, ranks) or [ranks[0]]  # the first rank has not judged
     question = (
         "Is ds_quant installed on their hosts, DS_QUANT_DISABLE unset and the same config used "
         "there?"
     )
     if call is not None:
         question = f"Do all ranks call {call}, and with a block?"
-    return {
-        "error": f"no answer from rank(s) {missing} within {timeout:g} s. {question} "
+    error = (
+        f"no answer from rank(s) {missing} within {timeout:g} s. {question} "
         "A slow start needs a larger quantized_comm.handshake_timeout"
-    }
-
-
-def _absent(absences: Mapping[int, Absence]) -> str:
-    """Describe ranks that do not take part in the handshake."""
-    ranks_of: dict[tuple[bool, str], list[int]] = {}
-    for rank, absence in absences.items():
-        ranks_of.setdefault((absence["failed"], absence["reason"]), []).append(rank)
-    sentences = []
-    for (failed, reason), ranks in ranks_of.items():
-        if failed:
-            sentences.append(f"{named(ranks)} stopped: {reason}")
-        else:
-            sentences.append(f"on {named(ranks)} {reason}; give all ranks the same block, or none")
-    return "; ".join(sentences[:_SHOWN])
+    )
+    verdict = _decide(store, {"error": error, "given_up": True})
+    store.set(_READY, "")
+    return verdict
 
 
 def _judge(cards: Mapping[int, Card], config: QuantizedCommConfig) -> Verdict:

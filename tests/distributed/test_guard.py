@@ -219,7 +219,8 @@ def _store_rank() -> int:
 
 
 def test_the_handshake_asks_the_store_no_more_with_more_ranks() -> None:
-    assert run(_store_rank, 2) == run(_store_rank, 6)[:2]
+    few, many = run(_store_rank, 2), run(_store_rank, 6)
+    assert max(many) <= max(few) + 1  # the rank that comes last says that all are there
 
 
 # hosts of the ranks, block, kernels of the ranks; the line or error, and what rank 0 is told.

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -233,6 +234,51 @@ def test_a_mistake_that_no_other_rank_hears_of_is_over_with_its_call(
             attach({"schem": "qsdp"})
     else:
         attach(None)
+    assert "qsdp on" in attach(PATIENT).line
+
+
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+@on_ranks(3)
+def test_no_rank_starts_without_one_that_has_given_up(front: str) -> None:
+    """Rank 1 gives up just before rank 2 comes; rank 0, which judges, is there by then."""
+    attach = wrapped(front)
+    rank = torch.distributed.get_rank()
+    time.sleep((2, 0, 5)[rank])
+    block = {**QSDP, "handshake_timeout": 3.0}
+    if rank < 2:
+        with pytest.raises(ds_quant.StartError, match=r"no answer from rank\(s\) \[2\] within 3 s"):
+            attach(block)
+    assert "qsdp on" in attach(PATIENT).line  # the second call meets the first one of rank 2
+
+
+@pytest.mark.parametrize("block", [{"schem": "qsdp"}, None])
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_an_error_after_the_others_have_given_up_is_over_with_its_call(
+    front: str, block: dict[str, Any] | None
+) -> None:
+    attach = wrapped(front)
+    if torch.distributed.get_rank() == 1:
+        with pytest.raises(ds_quant.StartError, match=r"no answer from rank\(s\) \[0\]"):
+            attach({**QSDP, "handshake_timeout": 1.0})
+    else:
+        time.sleep(2)
+        with pytest.raises(ds_quant.ConfigError) if block else contextlib.nullcontext():
+            attach(block)
+    torch.distributed.barrier()
+    assert "qsdp on" in attach(PATIENT).line
+
+
+@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+@on_ranks(3)
+def test_an_error_is_told_before_the_last_rank_has_come(front: str) -> None:
+    attach = wrapped(front)
+    rank = torch.distributed.get_rank()
+    time.sleep(5 * (rank == 1))
+    start = time.monotonic()
+    with pytest.raises(ds_quant.ConfigError if rank == 2 else ds_quant.StartError, match="schem="):
+        attach({"schem": "qsdp"} if rank == 2 else PATIENT)
+    assert time.monotonic() - start < 4
     assert "qsdp on" in attach(PATIENT).line
 
 

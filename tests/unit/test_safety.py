@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore
 
 from ds_quant.config.schema import FallbackConfig
-from ds_quant.runtime import log
+from ds_quant.runtime import handshake, log
 from ds_quant.runtime.copies import checksum, outvoted
 from ds_quant.runtime.fallback import Fallback, first_nonfinite
 from ds_quant.runtime.run import SchemeState
@@ -93,3 +94,11 @@ def test_a_step_that_is_skipped_without_a_policy_changes_nothing() -> None:
     fallback = Fallback(run, FallbackConfig(on_nonfinite="skip"), resync=lambda: None)
     fallback.after_step(skipped=True)
     assert run.state == SchemeState()
+
+
+def test_the_first_verdict_of_a_handshake_holds() -> None:
+    """Else a rank that gives up a moment late would leave the others, which start without it."""
+    store = PrefixStore("handshake", HashStore())
+    started = {"node_size": 2, "warnings": []}
+    assert handshake._decide(store, started) == started
+    assert handshake._decide(store, {"error": "no answer", "given_up": True}) == started

@@ -221,21 +221,29 @@ class LosslessDifferences:
         return self.moved / self.used - 1 if self.used else None
 
 
+def _no_bytes() -> dict[str, dict[str, int]]:
+    return {role: {"intra": 0, "inter": 0} for role in _ROLES}
+
+
 @dataclass
 class Traffic:
     """Bytes that this rank received and collectives that it posted, since the engine was built.
 
     received: bytes by role (``weights`` or ``gradients``) and link: ``intra`` from ranks of the
         same node, ``inter`` from other nodes. A rank's own payload is not counted.
+    exact: the part of ``received`` that came while ``is_exact``, so that nothing was saved.
+    is_exact: True while everything is sent in full precision.
+    added: the part that a run in full precision would not receive.
     collectives: collectives posted, by role.
     meter: measures the same collectives in sampled steps.
     lossless: bits and padding of lossless differences.
     whole: counts these bytes and collectives, too, among others.
     """
 
-    received: dict[str, dict[str, int]] = field(
-        default_factory=lambda: {role: {"intra": 0, "inter": 0} for role in _ROLES}
-    )
+    received: dict[str, dict[str, int]] = field(default_factory=_no_bytes)
+    exact: dict[str, dict[str, int]] = field(default_factory=_no_bytes)
+    is_exact: bool = False
+    added: dict[str, dict[str, int]] = field(default_factory=_no_bytes)
     collectives: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_ROLES, 0))
     meter: Meter = field(default_factory=Meter)
     lossless: LosslessDifferences = field(default_factory=LosslessDifferences)
@@ -255,3 +263,21 @@ class Traffic:
             whole.received[role]["intra"] += intra
             whole.received[role]["inter"] += inter
             whole.collectives[role] += 1
+        total = self if whole is None else whole
+        if total.is_exact:
+            total.exact[role]["intra"] += intra
+            total.exact[role]["inter"] += inter
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Count the messages inside as ``added``."""
+        was_exact = self.is_exact
+        self.is_exact = False
+        before = {role: dict(links) for role, links in self.received.items()}
+        try:
+            yield
+        finally:
+            self.is_exact = was_exact
+            for role, links in self.received.items():
+                for link, nbytes in links.items():
+                    self.added[role][link] += nbytes - before[role][link]

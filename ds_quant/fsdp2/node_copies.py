@@ -104,7 +104,8 @@ class NodeCopies:
             first += len(own)
             if not any(is_written):
                 continue
-            node_shard.fill(is_written)
+            with self._run.traffic.adding():
+                node_shard.fill(is_written)
             filled = list(compress(own, is_written))
             numel = sum(param.shape.numel() for param in filled)
             nbytes += numel * node_shard.sharded.dtype.itemsize

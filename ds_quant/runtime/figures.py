@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from ds_quant.comm.traffic import Traffic
 from ds_quant.policy.cost import CommVolume
 from ds_quant.runtime.run import Level, Received, Run
 
@@ -35,9 +35,7 @@ def figures(
         "steps": run.counted_steps,
         "received_bytes": {role: dict(links) for role, links in traffic.received.items()},
         "saved_bytes": saved_bytes(
-            traffic.received,
-            run.received_by_formula(volume),
-            run.received_in_full_precision(),
+            traffic, run.received_by_formula(volume), run.received_in_full_precision()
         ),
         "collectives": dict(traffic.collectives),
         "full_precision_share": volume.full_precision_share,
@@ -75,20 +73,21 @@ def _of_level(level: Level, volume: CommVolume) -> dict[str, Any]:
     }
 
 
-def saved_bytes(
-    received: Mapping[str, Mapping[str, float]], own: Received, full_precision: Received
-) -> Received:
+def saved_bytes(traffic: Traffic, own: Received, full_precision: Received) -> Received:
     """Return the bytes that full precision would have received besides.
 
-    received: so far, scaled by the formula's ratio of full precision to this scheme.
-    own, full_precision: of a step, by formula.
+    Quantized messages are scaled by the formula's ratio of full precision to this scheme.
+
+    own, full_precision: received in a step, by formula.
     """
     saved: Received = {}
-    for role, links in received.items():
+    for role, links in traffic.received.items():
         saved[role] = {}
         for link, nbytes in links.items():
             saved[role][link] = 0.0
             if own[role][link]:
+                added = traffic.added[role][link]
+                quantized = nbytes - traffic.exact[role][link] - added
                 ratio = full_precision[role][link] / own[role][link]
-                saved[role][link] = nbytes * (ratio - 1)
+                saved[role][link] = quantized * (ratio - 1) - added
     return saved

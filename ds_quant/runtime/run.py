@@ -204,6 +204,13 @@ class Run:
         until = max(self.scheme.block.warmup_steps, self.state.exact_until)
         return self.state.killed or step < until
 
+    def begin_step(self) -> None:
+        """Note if the next step is in full precision.
+
+        Called between optimizer steps, and when their number has jumped.
+        """
+        self.traffic.is_exact = self.is_full_precision(self.step)
+
     def refuse_capture(self) -> None:
         """Refuse to run while a CUDA graph is captured.
 

@@ -33,6 +33,7 @@ class StepEvents:
         """
         if resync is not None:
             self._fallback = fallback_of(self._run, resync)
+        self._run.begin_step()
         metrics = self._run.scheme.block.metrics
         if metrics.file is not None and metrics.interval and torch.distributed.get_rank() == 0:
             self._telemetry = StepTelemetry(self._run, metrics)
@@ -54,6 +55,7 @@ class StepEvents:
         """Run after a step was counted."""
         if self._fallback is not None:
             self._fallback.after_step(skipped=False)
+        self._run.begin_step()
         if self._telemetry is not None:
             self._telemetry.after_step()
 
@@ -91,5 +93,6 @@ class StepEvents:
 
     def rearm(self) -> None:
         """Run after the number of steps has jumped."""
+        self._run.begin_step()
         if self._telemetry is not None:
             self._telemetry.arm()

@@ -174,6 +174,8 @@ def _connect(attached: AttachedEngine, config: QuantizedCommConfig, *, trains: b
             events.after_step.append(fallback.after_step)
         if front.gather_count is not None and world > 1:
             front.gather_count.count(events, lambda: saving(run, line_parts_of(front)))
+        events.after_count.append(run.begin_step)
+        run.begin_step()
         if is_read(front.engine, config.metrics) and world > 1:
             telemetry = Telemetry(front.engine, run, config.metrics)
             events.after_count.append(telemetry.after_step)
@@ -197,6 +199,7 @@ def _restore(attached: AttachedEngine, telemetry: Telemetry | None, saved: Any) 
     if telemetry is not None:
         telemetry.arm()  # ``global_steps`` has jumped
     checkpoint.restore(attached, saved)
+    attached.run.begin_step()
 
 
 def _add_message_checks(run: Run, events: hooks.Hooks, *, after_save: bool) -> None:
@@ -482,7 +485,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         steps, micro_steps: as DeepSpeed counts them.
         received_bytes[role][link]: into this rank. The sum of inter over the ranks of a node is
             received per node.
-        saved_bytes[role][link]: received besides in full precision, by formula.
+        saved_bytes[role][link]: received besides in full precision, by formula; nothing of steps
+            in full precision.
         collectives[role]: number of messages.
         not_counted: roles that received_bytes and collectives leave out, because DeepSpeed sends
             them itself.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_quant.comm.reduction_plan import presumed_pace
+from ds_quant.comm.traffic import Traffic
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import in_words
@@ -84,10 +85,15 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     made.engine.communication_data_type = torch.float32
     found = made.run.received_in_full_precision()["gradients"]
     own = made.run.received_by_formula(made.run.comm_volume())
-    steps = {role: {at: 3 * n for at, n in links.items()} for role, links in own.items()}
-    saved = saved_bytes(steps, own, made.run.received_in_full_precision())["gradients"]
+    traffic = Traffic()
+    for at, nbytes in own["gradients"].items():
+        traffic.received["gradients"][at] = 4 * int(nbytes)  # of four steps
+        traffic.exact["gradients"][at] = int(nbytes)  # one in full precision
+        traffic.added["gradients"][at] = int(nbytes)  # one for nothing
+    saved = saved_bytes(traffic, own, made.run.received_in_full_precision())["gradients"]
     for at in ("inter", "intra"):
-        assert saved[at] == pytest.approx(3 * (found[at] - own["gradients"][at]))
+        one_step = found[at] - own["gradients"][at]
+        assert saved[at] == pytest.approx(2 * one_step - own["gradients"][at])
     crossings = 1 if cross == "step" else 2
     assert found["inter"] == crossings * 4 * 64 * 64 / 2 / 2
     assert found["intra"] == 2 * 4 * 64 * 64 / 2

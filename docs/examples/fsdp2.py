@@ -38,8 +38,8 @@ def main():
         optimizer.zero_grad()
         if rank == 0 and (step + 1) % 5 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
-    if rank == 0 and world > 1:
-        report = ds_quant.report(model)
+    report = ds_quant.report(model)  # None without a block
+    if rank == 0 and world > 1 and report is not None:
         for role, hops in report["received_bytes"].items():
             received = sum(hops.values()) / 1e6
             full_precision = received + sum(report["saved_bytes"][role].values()) / 1e6

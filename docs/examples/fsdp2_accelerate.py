@@ -33,7 +33,9 @@ def main():
         optimizer.zero_grad()
         if step % 5 == 0:
             accelerator.print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    accelerator.print(ds_quant.report(model)["received_bytes"], flush=True)
+    report = ds_quant.report(model)  # None without a block
+    if report is not None:
+        accelerator.print(report["received_bytes"], flush=True)
     state = accelerator.get_state_dict(model)  # exact weights; all ranks call it
     if accelerator.is_main_process:
         torch.save(state, "model.pt")

@@ -264,7 +264,7 @@ class AttachedModel:
         volume = self.run.comm_volume()
         stock = self.run.stock_volume(volume)
         reasons: list[str] = []
-        advice = choosing.advice_under_ddp(self.run.scheme.block)
+        advice = choosing.advice_under_ddp(self.block)  # none if autotune has chosen
         if advice is not None and self.run.topology.world > 1:
             reasons.append(f"advice: {advice}")
         return LineParts(layout="DDP", volume=volume, stock=stock, reasons=reasons)

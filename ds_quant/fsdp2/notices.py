@@ -25,7 +25,12 @@ def _reason(routes: Routes, modules: Sequence[ShardedModule]) -> str:
     scheme = routes.scheme
     if scheme.weights is None and not scheme.lossless:
         return ""
-    dtypes = {sharded.dtype for sharded in modules}
+    quantized = [
+        sharded
+        for sharded in modules
+        if any(param.is_quantized(sharded.dtype) for param in sharded.params)
+    ]
+    dtypes = {sharded.dtype for sharded in quantized}
     full = [dtype for dtype in dtypes if routes.weights(dtype=dtype).is_full_precision]
     if full and routes.nodes == 1:
         return (

@@ -80,7 +80,7 @@ def summary(run: Run, front: LineParts) -> str:
     if run.topology.world > 1:
         ratio, both = _ratio_and_bytes(run, front)
         formats = in_words.formats(front.volume.routes, _weights_dtype(run))
-        if math.isclose(front.volume.full_precision_share, 1):  # every tensor is left out
+        if _leaves_all_out(run, front.volume):
             formats = in_words.NOTHING
         facts += [f"{head}: {ratio}", f"({both}); {formats};"]
     else:
@@ -182,13 +182,20 @@ def _sentences(run: Run, front: LineParts) -> list[str]:
 
 def _names_tensors(run: Run, volume: ModelVolume) -> bool:
     """Return True if single tensors in full precision have a notable share of the bytes."""
+    if run.topology.world == 1:
+        return False
+    if _leaves_all_out(run, volume):
+        return True
     formats = in_words.formats(volume.routes, _weights_dtype(run))
-    return (
-        run.topology.world > 1
-        and in_words.UNCOMPRESSED not in formats
-        and in_words.NOTHING != formats
-        and volume.full_precision_share > _NOTABLE
-    )
+    names_role = in_words.UNCOMPRESSED in formats or formats == in_words.NOTHING
+    return not names_role and volume.full_precision_share > _NOTABLE
+
+
+def _leaves_all_out(run: Run, volume: ModelVolume) -> bool:
+    """Return True if the block quantizes no tensor that the scheme would, by its exceptions."""
+    if in_words.formats(volume.routes, _weights_dtype(run)) == in_words.NOTHING:
+        return False
+    return math.isclose(volume.full_precision_share, 1)
 
 
 # ---- the long line ----
@@ -211,6 +218,8 @@ def full_line(run: Run, front: LineParts) -> str:
 
 def _advice_and_notices(run: Run, front: LineParts) -> list[str]:
     """Return a sentence each."""
+    if _leaves_all_out(run, front.volume):  # no other scheme would help
+        return list(run.notices)
     sentences = _advised_lossless(run, front)
     sentences += front.reasons
     sentences += _advised(front.volume, run.comm_volume, micro_steps=run.workload.micro_steps)
@@ -359,7 +368,8 @@ def _advised(
     if routes.nodes == 1 or not is_lossy or block.scheme in choosing.candidates(place):
         return []
     best = choosing.autotune_candidates(place)[-1]  # the first ones are more precise
-    other = volume_of(parse_block({"scheme": best}).to_scheme())
+    exceptions = {"exclude": list(block.exclude), "min_numel": block.min_numel}
+    other = volume_of(parse_block({"scheme": best, **exceptions}).to_scheme())
     other_bytes = other.step_bytes(stage, micro_steps=micro_steps)
     if other_bytes > _LESS * own.step_bytes(stage, micro_steps=micro_steps):
         return []

@@ -67,6 +67,8 @@ def _why_weights_stay(front: EngineFront, volume: ModelVolume) -> list[str]:
         return []
     scheme = front.run.scheme
     way_out = 'take "qsdp", or set weights.intra, such as {"bits": 8}'
+    if scheme.name == "qsdp":
+        way_out = 'leave node_shard out, or set weights.intra, such as {"bits": 8}'
     if scheme.lossless:
         way_out = "take zero_optimization.stage 2, where they are compressed on one node too"
     if scheme.gradients is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,6 +17,7 @@ import ds_quant
 from ds_quant import fsdp2
 from ds_quant.config.errors import AttachError
 from ds_quant.runtime.handshake import StartError
+from tests.distributed.fsdp2_runs import logged
 from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import heard
 from tests.distributed.test_fsdp2 import new_model, sharded, train
@@ -50,6 +52,19 @@ def test_the_start_up_line_names_what_stays_and_what_it_takes() -> None:
     saved = report["saved_bytes"]["gradients"]["inter"]
     assert (sent_once + saved) / 2 == pytest.approx(2 * NUMEL / 4, rel=0.1)
     assert saved > 0 and report["saved_bytes"]["weights"]["inter"] > 0
+
+
+@on_ranks(4)
+def test_a_block_that_leaves_all_parameters_out_says_so_and_advises_nothing() -> None:
+    lines = logged()
+    for scheme, node_size in (("eden4", 4), ("sdp4bit", 2), ("qsdp", 2)):
+        del lines[:]
+        _, _, front = attached({"scheme": scheme, "exclude": ["*"], "node_size": node_size})
+        assert "advice" not in front.line
+        if dist.get_rank() == 0:
+            assert "nothing is quantized" in lines[0].replace("\n  ", " ")
+            assert any("excluded, 100.0 % of the bytes" in line for line in lines)
+            assert not any("advice" in line for line in lines)
 
 
 @on_ranks(2)

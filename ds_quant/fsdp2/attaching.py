@@ -82,13 +82,13 @@ def attach(
             another rank, or a file of metrics that cannot be written.
     """
     shorten_messages()
-    ranks_of_model = _ranks_of(model)
-    with refusal_of_this_rank(ranks_of_model):
+    known_ranks = _ranks_of(model)
+    with refusal_of_this_rank(known_ranks):
         config = environment.block_of(block)
         if config is None:
             reason = environment.reason_of_no_block(block)
-            if ranks_of_model is not None:
-                stay_away(reason, ranks_of_model)
+            if known_ranks is not None:
+                stay_away(reason, known_ranks)
             return InactiveFront(reason)
         optimizers = optimizers_of(optimizer)
         meshes = _meshes(model)

@@ -19,6 +19,7 @@ then falls, and the codec acts in all of them.
 
 `--sums hsdp` and `--sums ddp` sum gradients as HSDP and DDP do (simulated_replicas.py);
 `--schemes eden4,eden4:gradients.returned_bits=4` compares widths of the sums that are sent back.
+With `--sums ddp` the entry `powersgd:rank=4` is PowerSGD with error feedback (power_sgd.py).
 
 `--device cuda` trains on a GPU with bf16 autocast. There bits depend on the GPU. `--text installed`
 has 60 MB of Python source for models of a hundred million parameters.
@@ -50,6 +51,7 @@ if not torch.cuda.is_available():
 
 import convergence_page
 import paired
+import power_sgd
 import report
 import text
 from gpt import GPT, GPTConfig
@@ -65,6 +67,7 @@ from ds_quant.policy import cost
 from ds_quant.policy.scheme import Scheme
 
 BASELINE = "full_precision"
+POWER_SGD = "powersgd"
 # In the order of a study: a study that is cut short has the first ones.
 _LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
 SCHEMES = (
@@ -124,6 +127,8 @@ class Settings:
 
     def scheme(self, entry: SchemeEntry, seed: int) -> Scheme:
         """Return the scheme of an entry of --schemes. seed: of its random bits."""
+        if entry.name == POWER_SGD:
+            (entry,) = parse_schemes(BASELINE)
         block = {"scheme": entry.name, "seed": seed, "node_size": self.node_size}
         config = parse_block(with_overrides(block, entry.overrides))
         config.validate_world(self.topology.world)
@@ -138,7 +143,21 @@ class Settings:
             topology=self.topology,
             micro_steps=self.micro_steps,
             sums=self.sums,
+            own_sums=self.power_sgd(entry, seed),
         )
+
+    def power_sgd(self, entry: SchemeEntry, seed: int) -> power_sgd.PowerSGD | None:
+        """Return the sums of an entry that is PowerSGD, None for a scheme.
+
+        Raises:
+            ValueError: other sums than DDP's, or overrides that are not a rank.
+        """
+        if entry.name != POWER_SGD:
+            return None
+        if self.sums != "ddp":
+            raise ValueError(f"{entry.label} with --sums {self.sums}: allowed: --sums ddp")
+        shapes = [parameter.shape for parameter in self.model().parameters()]
+        return power_sgd.PowerSGD(shapes, ranks=self.topology.world, rank=rank_of(entry), seed=seed)
 
     def rate(self, step: int, first: float) -> float:
         """Return the learning rate of a step of a run: ``first``, falling to FLOOR of it.
@@ -149,6 +168,18 @@ class Settings:
         if self.base_steps:
             return rate
         return rate * min(1, (step + 1) / warmup_steps(self.steps))
+
+
+def rank_of(entry: SchemeEntry) -> int:
+    """Return the rank of the factors of PowerSGD.
+
+    Raises:
+        ValueError: the overrides are not a rank.
+    """
+    rank = entry.overrides.get("rank")
+    if entry.overrides.keys() != {"rank"} or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"schemes: {entry.label!r}: allowed: {POWER_SGD}:rank=R, R above 0")
+    return rank
 
 
 def warmup_steps(steps: int) -> int:
@@ -425,6 +456,7 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
     entries = {entry.label: entry for entry in parse_schemes(f"{BASELINE},{args.schemes}")}
     for entry in entries.values():
         settings.scheme(entry, 0)  # refuses a wrong one before the first run
+        settings.power_sgd(entry, 0)
     corpus = Corpus(args.text, settings)
     clock = Clock(
         folder=args.out, end=None if args.limit is None else time.monotonic() + args.limit
@@ -490,9 +522,9 @@ def save(
 
 def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any]:
     """Return gaps, errors and bits of a scheme."""
+    parameters = dict(settings.model().named_parameters())
     param_specs = [
-        cost.ParamSpec(name, tuple(p.shape), p.dtype, True)
-        for name, p in settings.model().named_parameters()
+        cost.ParamSpec(name, tuple(p.shape), p.dtype, True) for name, p in parameters.items()
     ]
     comm_volume = cost.comm_volume(
         settings.scheme(entry, 0),
@@ -503,6 +535,10 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         gradient_dtype=torch.bfloat16,
         replicas=settings.sums != "zero3",
     )
+    gradient_bits = 8 * comm_volume.gradients
+    if entry.name == POWER_SGD:
+        shapes = [p.shape for p in parameters.values()]
+        gradient_bits = power_sgd.bits_per_element(shapes, rank_of(entry))
     errors = {
         key: fmean(ledger.by_seed(entry.label, key).values() or [0.0])
         for key in ("gradient_error", "weight_error")
@@ -513,7 +549,7 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
         **errors,
         "weight_bits": 8 * comm_volume.weights,
-        "gradient_bits": 8 * comm_volume.gradients,
+        "gradient_bits": gradient_bits,
     }
 
 

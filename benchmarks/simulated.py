@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -44,9 +44,6 @@ from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.front import EngineFront, params_of
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.shard_gradients import ShardReduction
-
-if TYPE_CHECKING:
-    from simulated_replicas import Replicas
 
 T = TypeVar("T")
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> inputs of the module
@@ -345,6 +342,32 @@ class SimulatedRun(Run):
 # ---- training ----
 
 
+class Sums(Protocol):
+    """A way to sum gradients in place of that of ZeRO-3, on all ranks."""
+
+    def reduce(self, gradients: Sequence[Sequence[Tensor]], *, is_last: bool) -> Tensor:
+        """Return the mean gradient, 1-D, of all parameters end to end.
+
+        gradients: of every rank, in the shape of the parameters.
+        is_last: True in the last backward of an optimizer step.
+        """
+
+    def decoded_weights(self, exact: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights that the ranks compute with, 1-D each.
+
+        exact: the exact weights in their shapes.
+        """
+
+    def end_step(self) -> None:
+        """Go on to the next optimizer step."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next step depends on."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state``."""
+
+
 class Simulation:
     """Data-parallel training of a module. Its parameters hold the decoded weights of a step.
 
@@ -354,6 +377,7 @@ class Simulation:
     clip: DeepSpeed's ``gradient_clipping``; 0: gradients are not clipped.
     sums: how gradients are summed, and so which weights are sent: "zero3" or one of
         simulated_replicas.WAYS.
+    own_sums: sums the gradients, whatever ``sums`` is.
     master: master weights of all parameters end to end, 1-D fp32; the one parameter of
         ``optimizer``.
     """
@@ -368,6 +392,7 @@ class Simulation:
         micro_steps: int = 1,
         clip: float = 1.0,
         sums: str = "zero3",
+        own_sums: Sums | None = None,
     ) -> None:
         self.module = module
         self._topology = topology
@@ -387,11 +412,11 @@ class Simulation:
             SimulatedRank(self._engine, self.scheme, rank, network)
             for rank in range(topology.world)
         ]
-        self._replicas: Replicas | None = None
-        if sums != "zero3":
+        self._sums: Sums | None = own_sums
+        if own_sums is None and sums != "zero3":
             from simulated_replicas import Replicas  # imports this module
 
-            self._replicas = Replicas(module, self.scheme, network, sums)
+            self._sums = Replicas(module, self.scheme, network, sums)
         self._gradient = torch.zeros_like(flat, dtype=self._dtype)
         self._node_rows: list[list[ShardRows]] = []  # by rank and parameter, with a node shard
 
@@ -417,6 +442,7 @@ class Simulation:
         return {
             **self.state(),
             "step": self._engine.global_steps,
+            "sums": None if self._sums is None else self._sums.state(),
             "node_rows": [[item.rows.clone() for item in rows] for rows in self._node_rows],
             "levels": [param.levels for param in self._ranks[0].run.params],
             "learned_at": self._ranks[0].run.state.learned_at,
@@ -426,8 +452,8 @@ class Simulation:
         """Continue from ``progress`` of a simulation with the same arguments."""
         self.load(progress)
         self._engine.global_steps = progress["step"]
-        if self._replicas is not None:
-            self._replicas.step = progress["step"]
+        if self._sums is not None:
+            self._sums.load_state(progress["sums"])
         if progress["node_rows"]:
             self._node_rows = [self._new_rows(rank) for rank in self._ranks]
             for node_rows, saved in zip(self._node_rows, progress["node_rows"], strict=True):
@@ -496,8 +522,8 @@ class Simulation:
         if self._node_rows:
             self._exchange(partial(self._bound_codecs, hop=0, ahead=1))
         self._engine.global_steps += 1
-        if self._replicas is not None:
-            self._replicas.end_step()
+        if self._sums is not None:
+            self._sums.end_step()
         return loss, error
 
     def _backward(
@@ -517,16 +543,16 @@ class Simulation:
             if exact is not None:
                 flat = torch.cat([g.reshape(-1).float() for g in gradients])
                 exact.add_(flat, alpha=1 / len(self._ranks))
-            if self._replicas is not None:
+            if self._sums is not None:
                 gradients_of_ranks.append(gradients)
                 continue
             bucket = rank.reduction.begin(self._parameters, list(gradients), None)
             if bucket is None:
                 raise RuntimeError("one rank: nothing is reduced; simulate at least two")
             buckets.append(bucket)
-        if self._replicas is not None:
+        if self._sums is not None:
             is_last = self._engine.is_last_micro_step
-            return mean_loss, self._replicas.reduce(gradients_of_ranks, is_last=is_last)
+            return mean_loss, self._sums.reduce(gradients_of_ranks, is_last=is_last)
         for bucket in buckets:
             bucket.sums.advance()
         shards = [bucket.finish() for bucket in buckets]
@@ -564,9 +590,9 @@ class Simulation:
 
     def decoded_weights(self) -> list[Tensor]:
         """Return the weights that every rank computes with in the current step, 1-D each."""
-        if self._replicas is not None:
+        if self._sums is not None:
             shaped = zip(self._parameters, self.exact_weights(), strict=True)
-            return self._replicas.decoded_weights([w.view(p.shape) for p, w in shaped])
+            return self._sums.decoded_weights([w.view(p.shape) for p, w in shaped])
         if self._ranks[0].run.routes.keeps_shard:
             return self._node_weights()
 

@@ -171,16 +171,6 @@ class Replicas:
             SimulatedModel(module, routes, rank, network) for rank in range(topology.world)
         ]
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-        return self._fronts[0].step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        for front in self._fronts:
-            front.step = step
-
     def reduce(self, gradients: Sequence[Sequence[Tensor]], *, is_last: bool) -> Tensor:
         """Return the mean gradient, 1-D, of all parameters end to end.
 
@@ -256,6 +246,15 @@ class Replicas:
         """Go on to the next optimizer step."""
         for front in self._fronts:
             front.end_step()
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of optimizer steps."""
+        return {"step": self._fronts[0].step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state``."""
+        for front in self._fronts:
+            front.step = state["step"]
 
 
 def _on_all(

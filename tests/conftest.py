@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Two cores run many test processes; both variables are read when torch and deepspeed are imported.
@@ -32,3 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs cuda"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector off what lives until the end: thousands of collected tests."""
+    gc.collect()
+    gc.freeze()

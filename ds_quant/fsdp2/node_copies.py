@@ -158,7 +158,7 @@ class NodeCopies:
         for node_shard in self.node_shards:
             own = node_shard.sharded.params
             if node_shard.is_filled:
-                sent.update(first + index for index, param in enumerate(own) if param.trained)
+                sent.update([first + index for index, param in enumerate(own) if param.trained])
             first += len(own)
         return None if len(sent) == first else sent
 

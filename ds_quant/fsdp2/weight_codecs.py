@@ -1,18 +1,34 @@
 """The codecs of a sharded module's weights on one hop, and the message that they make up.
 
-Both are remembered: a gather costs no call per parameter but in the first one of a step.
+Both are remembered: a gather costs no call per parameter but in the first one of a step, which
+binds the codecs to the random bits of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from ds_quant.codec.bound import BoundCodec, full_precision
+import torch
+
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import Message
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.sharded_module import ShardedModule
-from ds_quant.runtime.param import Param
+from ds_quant.runtime.param import HopCodec, Param
+
+
+@dataclass(frozen=True)
+class _HopCodecs:
+    """The codecs of a hop in all steps that train the same parameters.
+
+    by_param: codecs without random bits; None: full precision.
+    """
+
+    by_param: Sequence[HopCodec | None]
+    message: Message
+    are_exact: bool
 
 
 class WeightCodecs:
@@ -24,10 +40,14 @@ class WeightCodecs:
         self._hop = hop
         self._version = (-1, -1)  # ``Context.weights_version`` of the codecs; none yet
         self._bound_codecs: list[BoundCodec] = []
-        self.are_exact = False  # the codecs of the current step
-        self._message: Message | None = None
+        self._current: _HopCodecs | None = None
         # By parameter: trained; and True if the step is in full precision.
-        self._messages: dict[tuple[tuple[bool, ...], bool], Message] = {}
+        self._known: dict[tuple[tuple[bool, ...], bool], _HopCodecs] = {}
+
+    @property
+    def are_exact(self) -> bool:
+        """True if all codecs of the current step send weights as they are."""
+        return self._current is not None and self._current.are_exact
 
     def of_step(
         self, plan: Callable[[Sequence[BoundCodec]], Message]
@@ -36,33 +56,41 @@ class WeightCodecs:
 
         plan: makes the message of the codecs, once.
         """
-        if self._message is None or self._version != self._context.weights_version:
+        current = self._current
+        if current is None or self._version != self._context.weights_version:
             self._version = self._context.weights_version
-            self._message = self._bind(plan)
-        return self._bound_codecs, self._message
+            self._current = current = self._bind(plan)
+        return self._bound_codecs, current.message
 
-    def _bind(self, plan: Callable[[Sequence[BoundCodec]], Message]) -> Message:
-        """Bind the codecs to the current step, and return their message."""
+    def _bind(self, plan: Callable[[Sequence[BoundCodec]], Message]) -> _HopCodecs:
+        """Bind the codecs to the current step."""
         params = self._sharded.params
-        run = self._context.run
-        full = run.is_full_precision(run.step)
-        if full:
-            exact = full_precision(self._sharded.dtype)
-            self._bound_codecs = [exact for _ in params]
+        dtype = self._sharded.dtype
+        step = self._context.run.step
+        is_full_precision = self._context.run.is_full_precision(step)
+        key = tuple([param.trained for param in params]), is_full_precision
+        known = self._known.get(key)
+        if known is not None:
+            by_param = known.by_param
+        elif is_full_precision:
+            by_param = [None] * len(params)
         else:
-            self._bound_codecs = [self._bound(param) for param in params]
-        exact_codec = CastCodec(self._sharded.dtype)
-        self.are_exact = all(bound.codec == exact_codec for bound in self._bound_codecs)
-        key = tuple([param.trained for param in params]), full
-        if key not in self._messages:
-            self._messages[key] = plan(self._bound_codecs)
-        return self._messages[key]
+            by_param = [self._hop_codec(param, dtype) for param in params]
+        self._bound_codecs = [
+            param.bound_codec(hop_codec, dtype, step)
+            for param, hop_codec in zip(params, by_param, strict=True)
+        ]
+        if known is None:
+            exact = CastCodec(dtype)
+            are_exact = all(bound.codec == exact for bound in self._bound_codecs)
+            known = _HopCodecs(by_param, plan(self._bound_codecs), are_exact)
+            self._known[key] = known
+        return known
 
-    def _bound(self, param: Param) -> BoundCodec:
-        """Return the codec of a parameter on this hop, bound to this step."""
-        level, dtype = self._sharded.level, self._sharded.dtype
+    def _hop_codec(self, param: Param, dtype: torch.dtype) -> HopCodec | None:
+        """Return the codec of a parameter on this hop."""
+        level = self._sharded.level
         if self._hop == 0 and not param.trained and level.routes.keeps_shard:
             # The exchange between the nodes, which frozen weights take no part in: never used.
-            return full_precision(dtype)
-        hop_codecs = param.weight_codecs(dtype, rank=level.shards.rank)
-        return param.bound_codec(hop_codecs[self._hop], dtype, self._context.run.step)
+            return None
+        return param.weight_codecs(dtype, rank=level.shards.rank)[self._hop]

@@ -231,14 +231,17 @@ class Fetch:
             param = self._run.param_of(p)
             if param is not None and param.row_state is not ABSENT:
                 in_node.append(param)
-            elif param is not None and self._is_sent(p):
+            elif param is not None and sharded_params.is_sendable(p):
                 by_group.setdefault(id(p.ds_process_group), []).append(param)
             else:
                 foreign.append(p)
-                self._pop_decoded(p)
         self.barrier.wait()
         gathers: list[_Gather] = []
         for group_params in by_group.values():
+            tensors = [param.tensor for param in group_params]
+            if self._run.communicator(tensors[0].ds_process_group).size == 1:  # DeepSpeed copies
+                foreign += tensors
+                continue
             with profiler_range("gather", group_params[0].name):
                 gathers.append(self._gather(group_params))
         if in_node:
@@ -246,12 +249,10 @@ class Fetch:
                 gathers.append(self._gather_in_node(in_node))
         if not foreign:
             return _FetchHandle(gathers)
+        for p in foreign:
+            self._pop_decoded(p)
         foreign_handle = original(foreign, *args, **kwargs)
         return _FetchHandle(gathers, foreign_handle) if gathers else foreign_handle
-
-    def _is_sent(self, parameter: ZeroParameter) -> bool:
-        communicator = self._run.communicator(parameter.ds_process_group)
-        return sharded_params.is_sendable(parameter) and communicator.size > 1
 
     def _gather(self, params: list[Param]) -> _Gather:
         """Post the gather of parameters that share a process group."""

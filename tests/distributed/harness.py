@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import reprlib
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -135,7 +136,7 @@ def run_each(
     """Do the same as ``run``. Return (result, traceback or None) by rank instead of raising."""
     _start_server()
     # The store is in this process: its port is free, and it outlives a rank that fails.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store()
     with tempfile.TemporaryDirectory() as scratch:
         pipes = []
         processes = []
@@ -153,6 +154,23 @@ def run_each(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _store() -> TCPStore:
+    """Start a store on a free port.
+
+    It listens on a socket of IPv4. On its own one it would ask the name server about every rank
+    that connects, and without an answer wait for 5 seconds.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _values(error: BaseException) -> str:

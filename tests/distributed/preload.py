@@ -42,7 +42,9 @@ for name in (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.comm.mori",
     "torch._subclasses.schema_check_mode",
+    "torch.distributed.checkpoint.state_dict",
     "torch.profiler._cupti_monitor",
 ):
     with contextlib.suppress(ImportError):

@@ -14,6 +14,7 @@ the same word before the comma of their titles, share one start.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -248,4 +249,7 @@ def _train_cases(module: str, cases: list[Case]) -> dict[Case, list[Run] | str]:
             outcomes[title, stage] = [way.train(rows[title], stage) for way in rows[title].ways]
         except Exception:
             outcomes[title, stage] = traceback.format_exc()
+        # DeepSpeed collects garbage in every engine. What outlives a case it need not look at.
+        gc.collect()
+        gc.freeze()
     return outcomes

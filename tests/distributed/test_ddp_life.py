@@ -68,7 +68,6 @@ def received(run: Run) -> float:
 @on_ranks(2)
 def test_autotune_gives_no_advice_against_its_own_choice() -> None:
     run = attached({"scheme": "autotune", "exclude": ["*"]})
-    assert run.front.run.scheme.name == "full_precision"
     assert "advice" not in run.front.line and "chosen by autotune" in run.front.line
 
 

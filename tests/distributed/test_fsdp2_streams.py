@@ -347,7 +347,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("title", thinned(CONTROLS, lambda title: title in ("records", "waits")))
+@pytest.mark.parametrize("title", thinned(CONTROLS, lambda title: title == "records"))
 @on_ranks(1, environment=OWN_GROUP)
 def test_a_lost_order_is_noticed(title: str) -> None:
     assert any("ds_quant/" in fault for fault in faults(CONTROLS[title]))

@@ -74,7 +74,11 @@ def spent(scheme: str, stage: int, world: W) -> dict[str, float]:
     return measure(small_layers(world, stage, scheme))
 
 
-@pytest.mark.parametrize(("scheme", "stage", "world"), BUDGETS, ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "stage", "world"),
+    thinned(BUDGETS, lambda scheme, stage, world: world != W(4, 4)),
+    ids=str,
+)
 def test_a_step_stays_within_its_budget(scheme: str, stage: int, world: W) -> None:
     budget, counts = BUDGETS[scheme, stage, world], spent(scheme, stage, world)
     found = Budget(
@@ -105,8 +109,8 @@ def test_a_layer_of_a_large_model_stays_within_its_budget(scheme: str) -> None:
 
 # The layer of Llama-7B with a replica in each of 4 nodes.
 REPLICAS = {
-    "full_precision": Budget(calls=324, kernels=5, messages=5),
-    "eden4": Budget(calls=487, kernels=11, messages=5),
+    "full_precision": Budget(calls=283, kernels=5, messages=5),
+    "eden4": Budget(calls=446, kernels=11, messages=5),
 }
 NOTICING = 61
 

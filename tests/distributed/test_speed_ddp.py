@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import ddp_engine
+import power_sgd
 import pytest
 import torch
 from gpt import GPT, GPTConfig
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_quant
 from tests.distributed.harness import of_all_ranks, on_ranks
@@ -49,3 +55,40 @@ def test_engines_train_alike_with_hooks_of_torch_and_with_the_plugin() -> None:
         assert found != plain, kind
     report = ds_quant.report(engine.module)
     assert report is not None and report["steps"] == 6  # of twelve micro-steps
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_power_sgd_of_simulated_ranks_is_that_of_torch() -> None:
+    """In the study of convergence.py, from the same first Q on."""
+    shape = torch.Size((24, 40))
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(*reversed(shape)))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    simulated = power_sgd.PowerSGD([shape, shape[:1]], ranks=2, rank=4, seed=0)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for step in range(6):
+        x = torch.randn(8, shape[1], generator=generator)
+        target = torch.randn(8, shape[0], generator=generator)
+        if step == 2:  # torch is about to draw its first Q
+            numbers = copy.deepcopy(state.rng)
+            drawn = torch.Generator().manual_seed(int(numbers.randint(1_000_000_000)))
+            columns = torch.randn(1, shape[1], 4, generator=drawn)[0]
+            first = {**simulated.state(), "columns": [columns, None]}
+            simulated.load_state(first)
+        own = nn.Linear(*reversed(shape))
+        own.load_state_dict(model.module.state_dict())
+        (own(x) - target).square().mean().backward()
+        of_ranks = of_all_ranks([p.grad for p in own.parameters()])
+        model.zero_grad()
+        (model(x) - target).square().mean().backward()
+        if step < 2:
+            continue
+        found = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        torch.testing.assert_close(
+            simulated.reduce(of_ranks, is_last=True), found, rtol=1e-4, atol=1e-6
+        )
+        assert not torch.equal(
+            found[: shape.numel()], torch.stack([g[0] for g in of_ranks]).mean(0).reshape(-1)
+        )

@@ -1,7 +1,8 @@
 // Runs a CUDA kernel on the CPU, so that tests need no GPU. Include it before the .cu file, compile
 // with -DDSQ_HOST, end with SHIM_EXPORT(kernel).
 //
-// Every CUDA thread is a fiber (ucontext). A block runs alone, its warps one after the other, the
+// Every CUDA thread is a fiber: ucontext makes its stack, and setjmp switches, without a system
+// call. A block runs alone, its warps one after the other, the
 // lanes of a warp in turns: a lane runs until its next warp collective, barrier or end, then the
 // next lane runs. At a collective a lane leaves its value in a slot and pauses; when its turn
 // comes again, all lanes have left theirs. Slots alternate between two banks, because the lanes
@@ -12,6 +13,7 @@
 // at the same kind of stop; misaligned vector access (the twins of platform.cuh).
 #pragma once
 
+#include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <ucontext.h>
@@ -33,7 +35,9 @@ enum Stop { RUNNING, AT_COLLECTIVE, AT_BARRIER, ENDED };
 const int WARP = 32, MAX_THREADS = 1024, STACK = 256 * 1024;
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // of its beginning
+    jmp_buf stopped;     // where it goes on
+    bool has_begun;
     Dim3 thread;
     Stop stop;
     unsigned phase;  // collectives so far
@@ -47,7 +51,7 @@ static Fiber fibers[MAX_THREADS];
 static Slots slots[MAX_THREADS / WARP];
 static char* stacks;
 static Fiber* current;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static Dim3 block_index, block_size;
 
 static void fail(const char* what) {
@@ -58,7 +62,16 @@ static void fail(const char* what) {
 
 static void pause(Stop stop) {
     current->stop = stop;
-    swapcontext(&current->context, &scheduler);
+    if (!_setjmp(current->stopped)) _longjmp(scheduler, 1);
+}
+
+static void resume(Fiber* fiber) {
+    current = fiber;
+    fiber->stop = RUNNING;
+    if (_setjmp(scheduler)) return;
+    if (fiber->has_begun) _longjmp(fiber->stopped, 1);
+    fiber->has_begun = true;
+    setcontext(&fiber->context);
 }
 
 // Leave a value, and get that of lane source(my lane).
@@ -83,11 +96,7 @@ T taken(const unsigned long long* bank, unsigned lane) {
 // Runs every lane of a warp to its next stop; they must agree on its kind.
 static Stop run_turn(Fiber* warp) {
     for (int lane = 0; lane < WARP; ++lane) {
-        current = &warp[lane];
-        if (current->stop == ENDED) continue;
-        current->stop = RUNNING;
-        swapcontext(&scheduler, &current->context);
-        if (current->stop == RUNNING) current->stop = ENDED;
+        if (warp[lane].stop != ENDED) resume(&warp[lane]);
     }
     for (int lane = 1; lane < WARP; ++lane) {
         current = &warp[lane];
@@ -105,10 +114,10 @@ static void run_block(void (*entry)(), bool reversed) {
         fiber.thread = {i, 0, 0};
         fiber.stop = RUNNING;
         fiber.phase = 0;
+        fiber.has_begun = false;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK;
         fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = &scheduler;
         makecontext(&fiber.context, entry, 0);
     }
     bool running = true;
@@ -138,7 +147,11 @@ void call(void (*kernel)(A...), void** arguments) {
     call(kernel, arguments, std::index_sequence_for<A...>());
 }
 
-static void entry() { run_thread(launch_arguments); }
+static void entry() {
+    run_thread(launch_arguments);
+    current->stop = ENDED;
+    _longjmp(scheduler, 1);
+}
 
 static void launch(const unsigned* grid, unsigned threads, void** arguments, bool reversed) {
     if (!stacks) stacks = (char*)malloc((size_t)MAX_THREADS * STACK);

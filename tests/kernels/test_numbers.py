@@ -305,15 +305,15 @@ def codecs_in(block: int) -> tuple[Codec, ...]:
 
 ROTATED = (*TURNED, (FP32, 0, 0), (BF16, 128, OWN_SIGNS))
 SCALED = (None, 1 / 3), (0, 1.0), (2, 0.25)
-# make test takes the first and the last rotation, with one place of the own row each.
-IN_TURN = [(*SCALED[index], *rotated) for index, rotated in enumerate(ROTATED[::5])]
+# make test takes the first rotation, with one place of the own row.
+FIRST = (*SCALED[0], *ROTATED[0])
 
 
 @pytest.mark.parametrize(
     ("place", "scale", "dtype", "block", "flips"),
     thinned(
         [(*scaled, *rotated) for scaled in SCALED for rotated in ROTATED],
-        lambda *case: case in IN_TURN,
+        lambda *case: case == FIRST,
     ),
 )
 def test_many_codecs_and_sizes(kernels, place, dtype, block: int, flips: int, scale: float) -> None:

@@ -13,6 +13,8 @@ TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 export DS_QUANT_HOMEPAGE := $(HOMEPAGE)
 
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: install demo report docs test test-all test-clients lint wheel clean
 
 install: $(STAMP)
@@ -40,14 +42,14 @@ docs: install
 	@echo "open file://$(abspath site/index.html)"
 
 # test-all takes what is slow, too; tests that compare times come last and alone. Two workers, as ranks
-# mostly wait for each other.
+# mostly wait for each other. The order of the files ends with short tests.
 # Every rank would compile the package again where the environment forbids to keep bytecode.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: install
-	$(BIN)/python -m pytest -m "not (gpu or slow or clients or alone)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not (gpu or slow or clients or alone)" $(IN_PARALLEL)
 
 test-all: install
-	$(BIN)/python -m pytest -m "not (gpu or clients or alone)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not (gpu or clients or alone)" $(IN_PARALLEL)
 	$(BIN)/python -m pytest -m "alone and not (gpu or clients)" $$(grep -rl mark.alone tests)
 
 # Trains with Trainer, accelerate, TRL, peft and Lightning; their versions are pinned with the rest.

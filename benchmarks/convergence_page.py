@@ -29,6 +29,10 @@ All runs begin at the
 same initial weights; a pair has the same data in the same order. The codec acts from the first
 step on, so two runs drift apart and pairs scatter more than after a common checkpoint: see the"""
 
+POWER_SGD = """\
+`powersgd:rank=R` is PowerSGD with error feedback, whose factors of rank R are sent in fp32.
+"""
+
 # Table 1 of SDP4Bit for 125 M, 350 M and 1.3 B parameters, and Table 3 for 125 M: validation loss
 # against the baseline, in per cent.
 PUBLISHED = {
@@ -90,6 +94,8 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     ]
     beginning = FROM_CHECKPOINT if settings["base_steps"] else FROM_THE_FIRST_STEP
     about = ABOUT.format(beginning=beginning)
+    if any(row["scheme"].startswith("powersgd") for row in result["rows"]):
+        about += POWER_SGD
     parts = [about, setting(result), sections.table(header, rows), *published(result)]
     return heading, "\n\n".join(part.strip() for part in parts)
 

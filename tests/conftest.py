@@ -36,6 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector off what lives until the end: thousands of collected tests."""
+    keep_from_collections()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        keep_from_collections()
+
+
+def keep_from_collections() -> None:
+    """Keep the garbage collector off what lives until the end.
+
+    That is thousands of collected tests, and what the tests of a file have cached: a million
+    instructions of the PTX machine.
+    """
     gc.collect()
     gc.freeze()

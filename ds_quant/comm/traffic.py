@@ -268,6 +268,16 @@ class Traffic:
             total.exact[role]["intra"] += intra
             total.exact[role]["inter"] += inter
 
+    def quantized(self) -> dict[str, dict[str, float]]:
+        """Return the received bytes of quantized messages, by role and link."""
+        return {
+            role: {
+                link: float(nbytes - self.exact[role][link] - self.added[role][link])
+                for link, nbytes in links.items()
+            }
+            for role, links in self.received.items()
+        }
+
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Count the messages inside as ``added``."""

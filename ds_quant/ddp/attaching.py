@@ -17,7 +17,7 @@ from ds_quant.config import environment
 from ds_quant.config.errors import KEY, AttachError, another_block
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.ddp import hook as hooks
-from ds_quant.ddp.model import STAGE, AttachedModel, reduced_parameters
+from ds_quant.ddp.model import STAGE, AttachedModel, watched_parameters
 from ds_quant.policy import refusals
 from ds_quant.runtime.given_optimizers import optimizers_of
 from ds_quant.runtime.handshake import (
@@ -82,7 +82,7 @@ def attach(
         else:
             refuse_unsupported(ddp)
             refusals.refuse_block(config, stage=STAGE, world=dist.get_world_size())
-            if not any(reduced_parameters(ddp)):
+            if not any(parameter.requires_grad for *_, parameter in watched_parameters(ddp)):
                 return InactiveFront("DDP reduces no parameter of this model: nothing is quantized")
         hook = hooks.find(ddp) or hooks.register(ddp)
     facts = model_facts("ddp", ddp.module)

@@ -61,8 +61,10 @@ class _Plan:
 class BucketReduction:
     """The reductions of all buckets of a model. See [Note: order of the exchanges]."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, frozen: Sequence[Param]) -> None:
+        """frozen: parameters that DDP may reduce; those of a bucket are added to the run."""
         self._run = run
+        self._frozen = {id(param.tensor): param for param in frozen}
         # Plans, which hold no tensors but small tables: emptied when they are full.
         self._plans: PlanCache[tuple[tuple[int, ...], torch.dtype, bool], list[_Plan]]
         self._plans = PlanCache()
@@ -119,6 +121,15 @@ class BucketReduction:
 
     # ---- plans ----
 
+    def _param_of(self, parameter: Tensor) -> Param:
+        """Return the record of a parameter in a bucket, which is equal on all ranks."""
+        param = self._run.param_of(parameter)
+        if param is None:
+            param = self._frozen.pop(id(parameter))
+            self._run.add_params([param])
+            self._placements |= placements([param], self._run.world.hierarchy.size)
+        return param
+
     def _plans_of(self, bucket: GradBucket) -> list[_Plan]:
         parameters = bucket.parameters()
         dtype = bucket.buffer().dtype
@@ -126,7 +137,7 @@ class BucketReduction:
         key = (tuple(map(id, parameters)), dtype, full)
         plans = self._plans.get(key)
         if plans is None:
-            params = [self._run.known_param(parameter) for parameter in parameters]
+            params = [self._param_of(parameter) for parameter in parameters]
             plans = self._plans.add(key, [])
             start = 0
             for members in runs_of(params):

@@ -60,8 +60,11 @@ class AttachedModel:
         scheme: Scheme,
     ) -> None:
         routes = Routes.over(topology, scheme, stage=STAGE)
-        params = [
-            Param(
+        params: list[Param] = []
+        # DDP goes on to reduce parameters that were frozen after it had wrapped the model.
+        frozen: list[Param] = []
+        for index, name, parameter in watched_parameters(ddp):
+            param = Param(
                 index=index,
                 name=name,
                 shape=parameter.shape,
@@ -69,8 +72,7 @@ class AttachedModel:
                 tensor=parameter,
                 routes=routes,
             )
-            for index, name, parameter in reduced_parameters(ddp)
-        ]
+            (params if parameter.requires_grad else frozen).append(param)
         device = ddp.device
         self.step = 0
         self.run = Run(
@@ -84,7 +86,7 @@ class AttachedModel:
         self.events = StepEvents(self.run)
         self.block = block
         self._hook = hook
-        self._reduction = BucketReduction(self.run)
+        self._reduction = BucketReduction(self.run, frozen)
         # Encodes, waits and decodes during the backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._has_equal_rounds = False  # compared since the start or the last load
@@ -153,7 +155,8 @@ class AttachedModel:
         buffer = bucket.buffer()
         if self.run.finite_flags is not None:
             first, *others = bucket.parameters()
-            title = self.run.known_param(first).name
+            known = self.run.param_of(first)  # None: one rank, which plans no reduction
+            title = "a frozen parameter" if known is None else known.name
             title += f" or {len(others)} others" if others else ""
             self.run.finite_flags.append((title, torch.isfinite(buffer).all()))
         future.set_result(buffer)
@@ -274,10 +277,13 @@ class AttachedModel:
         return {"front": "ddp", **figures(self.run), "line": self.line}
 
 
-def reduced_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield the parameters that DDP reduces, with their positions among all and their names."""
+def watched_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the parameters that DDP does not ignore: position among all, name, parameter.
+
+    It reduces those that were trained when it wrapped the model.
+    """
     for index, (name, parameter) in enumerate(ddp.module.named_parameters()):
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+        if name not in ddp.parameters_to_ignore:
             yield index, name, parameter
 
 

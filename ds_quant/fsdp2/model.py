@@ -36,6 +36,7 @@ from ds_quant.runtime.figures import figures
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.message_check import check_messages
 from ds_quant.runtime.param import Param
+from ds_quant.runtime.savings import Received
 from ds_quant.runtime.start_line import LineParts, full_line
 from ds_quant.runtime.step_events import StepEvents
 from ds_quant.runtime.written_weights import UnequalSteps
@@ -268,16 +269,29 @@ class AttachedModel:
             self._forwards.after_step()
             for _, _, reduction in self.served:
                 reduction.after_step()
+            self._settle()
         self._follow_training()
         if self.run.scheme.level_steps:
             self.run.learn_levels(self.step, self._own_values())
-        _, exchanges = self.context.weights_version
-        self.context.weights_version = self.step, exchanges + 1
+        self._bind_anew()
+        was_exact = self.run.traffic.is_exact
+        self.run.begin_step()
         if self.copies is not None:
             self.copies.exchange()
+            if self.run.traffic.is_exact and not was_exact:
+                self.copies.resync_frozen()
         if is_new:
             self._compare_copies()
             self.events.after_step()
+
+    def _settle(self) -> None:
+        """Note what this step has saved: the next one may train other parameters."""
+        run = self.run
+
+        def prices() -> tuple[Received, Received]:
+            return run.received_by_formula(run.comm_volume()), run.received_in_full_precision()
+
+        run.savings.settle(self.micro_steps, prices)
 
     def _after_reduction(self) -> None:
         self.events.after_reduction()
@@ -298,7 +312,14 @@ class AttachedModel:
         found = fallback.vote()
         if found:
             fallback.after_step(skipped=True)
+            self.run.begin_step()  # the step is repeated, perhaps in full precision
+            self._bind_anew()
         return found
+
+    def _bind_anew(self) -> None:
+        """Let the next gathers bind the codecs of the weights to the step as it is now."""
+        _, exchanges = self.context.weights_version
+        self.context.weights_version = self.step, exchanges + 1
 
     def _follow_training(self) -> None:
         """Note the parameters that are trained now, and say so if they are others than before."""
@@ -306,6 +327,7 @@ class AttachedModel:
         for sharded, _, _ in self.served:
             changed += sharded.follow_training()
         if changed:
+            self.run.savings.forget_prices()
             params = self.run.params
             count = sum(param.trained for param in params)
             volume = self.run.comm_volume().step_bytes(STAGE)
@@ -441,8 +463,7 @@ class AttachedModel:
         for param in self.run.params:
             table = levels.get(param.name)
             param.levels = None if table is None else table.to(self.run.device)
-        _, exchanges = self.context.weights_version
-        self.context.weights_version = self.step, exchanges + 1
+        self._bind_anew()
         self.resync()
         self.events.rearm()
 

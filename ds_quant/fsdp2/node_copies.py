@@ -77,6 +77,17 @@ class NodeCopies:
         for shard in range(sum(len(each.sharded.params) for each in self.node_shards)):
             self._written.mark(shard)
 
+    def resync_frozen(self) -> None:
+        """Let the next forward fill the copies of frozen weights exactly.
+
+        An exchange does not send them, so they stay as the last quantized one has left them.
+        """
+        self._is_marked = True
+        params = [param for each in self.node_shards for param in each.sharded.params]
+        for shard, param in enumerate(params):
+            if not param.trained:
+                self._written.mark(shard)
+
     def note_writes(self) -> None:
         """Note the writes since the last forward, before an optimizer step."""
         self._written.note(self._shards())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_quant.comm.traffic import Traffic
 from ds_quant.policy.cost import CommVolume
-from ds_quant.runtime.run import Level, Received, Run
+from ds_quant.runtime.run import Level, Run
 
 
 def figures(
@@ -34,8 +33,8 @@ def figures(
         "params": volume.numel,
         "steps": run.counted_steps,
         "received_bytes": {role: dict(links) for role, links in traffic.received.items()},
-        "saved_bytes": saved_bytes(
-            traffic, run.received_by_formula(volume), run.received_in_full_precision()
+        "saved_bytes": run.savings.total(
+            run.received_by_formula(volume), run.received_in_full_precision()
         ),
         "collectives": dict(traffic.collectives),
         "full_precision_share": volume.full_precision_share,
@@ -71,23 +70,3 @@ def _of_level(level: Level, volume: CommVolume) -> dict[str, Any]:
         "params": volume.numel,
         "received_bytes": {role: dict(links) for role, links in level.traffic.received.items()},
     }
-
-
-def saved_bytes(traffic: Traffic, own: Received, full_precision: Received) -> Received:
-    """Return the bytes that full precision would have received besides.
-
-    Quantized messages are scaled by the formula's ratio of full precision to this scheme.
-
-    own, full_precision: received in a step, by formula.
-    """
-    saved: Received = {}
-    for role, links in traffic.received.items():
-        saved[role] = {}
-        for link, nbytes in links.items():
-            saved[role][link] = 0.0
-            if own[role][link]:
-                added = traffic.added[role][link]
-                quantized = nbytes - traffic.exact[role][link] - added
-                ratio = full_precision[role][link] / own[role][link]
-                saved[role][link] = quantized * (ratio - 1) - added
-    return saved

@@ -30,8 +30,7 @@ from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime import groups, log
 from ds_quant.runtime.front import Front, Workload
 from ds_quant.runtime.param import Param, learn
-
-Received = dict[str, dict[str, float]]  # bytes by role and link, as in ``Traffic``
+from ds_quant.runtime.savings import Received, Savings
 
 # ---- state between steps ----
 
@@ -167,6 +166,7 @@ class Run:
 
         # - Counters and checks of the messages
         self.traffic = Traffic()
+        self.savings = Savings(self.traffic)
         self.buffers = Buffers()  # as many as the largest step needs, freed with the run
         self.message_errors = MessageErrors()
         # Names of parameters or modules, each with a flag on the device: True if the received part
@@ -204,12 +204,14 @@ class Run:
         until = max(self.scheme.block.warmup_steps, self.state.exact_until)
         return self.state.killed or step < until
 
-    def begin_step(self) -> None:
-        """Note if the next step is in full precision.
+    def begin_step(self, step: int | None = None) -> None:
+        """Note if a step is in full precision, before its first message.
 
         Called between optimizer steps, and when their number has jumped.
+
+        step: None for the current one.
         """
-        self.traffic.is_exact = self.is_full_precision(self.step)
+        self.traffic.is_exact = self.is_full_precision(self.step if step is None else step)
 
     def refuse_capture(self) -> None:
         """Refuse to run while a CUDA graph is captured.

@@ -97,7 +97,8 @@ class NodeMessages:
 
     def fill(self, params: Sequence[Param]) -> None:
         """Fill the rows of parameters with the exact weights of their owners. A collective."""
-        self._exchange(params, _exact_codecs(params)).wait()
+        with self._run.traffic.adding():
+            self._exchange(params, _exact_codecs(params)).wait()
 
     def chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
         """Cut the exchange after an optimizer step into chunks, lossless differences first.

@@ -317,6 +317,7 @@ class NodeShard:
         """Begin to exchange the weights that the optimizer has changed."""
         self.finish()  # a forward may have skipped some parameters
         step = self._front.step + 1  # DeepSpeed counts the step only after it
+        self._run.begin_step(step)
         order = self._gathered | dict.fromkeys(self.served)
         self._gathered = {}
         for param in self._written_since_step:

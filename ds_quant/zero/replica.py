@@ -99,6 +99,9 @@ class Replica:
         written: list[Param] = []
         if self._has_reference and not self._run.is_full_precision(step):
             written = [self._run.known_param(p) for p in self._writes.written()]
+        self._run.begin_step(step)
+        if written:
+            self._run.traffic.is_exact = True  # of some; the savings of this step are left out
         self._gather(step, written=frozenset(written))
         if written:
             self._log_writes(written, "this step sends their exact weights")
@@ -148,7 +151,8 @@ class Replica:
         written = [(p, p.detach().clone()) for p in self._writes.written_here()]
         optimizer_hooks.finish_background_save(self.front.engine)
         gather = partial(self._gather, self.front.step, exact=exact)
-        optimizer_hooks.refresh_replica(self._optimizer, gather)
+        with self._run.traffic.adding():
+            optimizer_hooks.refresh_replica(self._optimizer, gather)
         for p, values in written:
             p.data.copy_(values)
         if written:

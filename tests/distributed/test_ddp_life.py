@@ -71,6 +71,35 @@ def test_autotune_gives_no_advice_against_its_own_choice() -> None:
     assert "advice" not in run.front.line and "chosen by autotune" in run.front.line
 
 
+@pytest.mark.parametrize("attaches_again", [False, True])
+@on_ranks(2)
+def test_parameters_that_were_frozen_after_they_were_wrapped_are_reduced(
+    attaches_again: bool,
+) -> None:
+    """DDP's buckets keep them."""
+    found = {}
+    for scheme in (None, "full_precision", "qsdp"):
+        model = DistributedDataParallel(Net(), find_unused_parameters=True)
+        optimizer = sgd(model.parameters())
+        run = Run(model, optimizer, None)
+        if attaches_again:
+            if scheme is not None:
+                run.front = ddp.attach(model, {"scheme": scheme, "min_numel": 64})
+            run.step(0)
+        model.module.first.requires_grad_(False)
+        if scheme is not None:
+            if attaches_again:
+                run.front.detach()
+            run.front = ddp.attach(model, {"scheme": scheme, "min_numel": 64})
+        for seed in range(1, 4):
+            run.step(seed)
+        found[scheme] = run
+    assert_equal(found["full_precision"], found[None])
+    assert found["qsdp"].losses == pytest.approx(found[None].losses, rel=0.05)
+    assert found["qsdp"].losses != found[None].losses
+    assert_equal_on_all_ranks(found["qsdp"].weights())
+
+
 @on_ranks(2)
 def test_a_second_attach_returns_the_front_and_another_block_is_refused() -> None:
     run = attached()

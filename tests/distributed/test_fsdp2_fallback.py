@@ -17,21 +17,23 @@ from tests.distributed.test_fsdp2_between_steps import rows, sgd, sharded
 BLOCK = {"scheme": "qsdp", "node_size": 2, "min_numel": 64}
 
 
-def received(model: Any) -> float:
-    """Return the bytes of gradients that this rank has received between nodes."""
-    return ds_quant.report(model)["received_bytes"]["gradients"]["inter"]
+def received(model: Any, role: str) -> float:
+    """Return the bytes of a role that this rank has received between nodes."""
+    return ds_quant.report(model)["received_bytes"][role]["inter"]
 
 
-def backward(model: Any, seed: int, *, spoilt: bool = False) -> float:
+def backward(model: Any, seed: int, *, spoilt: bool = False, role: str = "gradients") -> float:
     """Run forward and backward; return the bytes between nodes. spoilt: on the last rank."""
-    before = received(model)
+    before = received(model, role)
     factor = float("inf") if spoilt and dist.get_rank() == dist.get_world_size() - 1 else 1.0
     (model(rows(seed)).float().square().mean() * factor).backward()
-    return received(model) - before
+    return received(model, role) - before
 
 
+@pytest.mark.parametrize("role", ["gradients", "weights"])
 @on_ranks(4)
-def test_a_loop_skips_a_step_together_and_the_next_ones_are_exact() -> None:
+def test_a_loop_skips_a_step_together_and_the_next_ones_are_exact(role: str) -> None:
+    """Weights of a repeated step, too: they were gathered in 8 bits before it was skipped."""
     model = sharded()
     optimizer = sgd(model)
     fallback = {"on_nonfinite": "full_precision", "steps": 2}
@@ -39,7 +41,7 @@ def test_a_loop_skips_a_step_together_and_the_next_ones_are_exact() -> None:
     taken = []
     sent = []
     for step in range(6):
-        sent.append(backward(model, step, spoilt=step == 1))
+        sent.append(backward(model, step, spoilt=step == 1, role=role))
         if front.found_nonfinite():
             optimizer.zero_grad()
             continue
@@ -103,6 +105,32 @@ def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
     quantized, exact = sent[0], sent[2]
     assert exact > 2 * quantized
     assert sent == [quantized, quantized, exact, quantized]
+
+
+@on_ranks(4)
+def test_a_kill_file_makes_the_copies_of_frozen_weights_exact() -> None:
+    """The last exchange before a parameter was frozen has left quantized ones in all nodes."""
+    file = Path(scratch()) / f"kill {dist.get_rank()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_QUANT_KILL_FILE", str(file))
+        model = sharded()
+        optimizer = sgd(model)
+        fsdp2.attach(model, {**BLOCK, "scheme": "qsdp_shard"}, optimizer=optimizer)
+    used = {}
+    model.first.register_forward_pre_hook(
+        lambda module, _: used.update(first=module.weight.detach().clone())
+    )
+    exact = []
+    for step in range(5):
+        if step == 1:
+            model.first.weight.requires_grad_(False)
+        if step == 3:
+            file.touch()
+        backward(model, step)
+        exact.append(torch.equal(used["first"], model.first.weight.full_tensor()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert exact == [True, False, False, False, True]
 
 
 @on_ranks(4)

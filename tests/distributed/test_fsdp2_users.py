@@ -55,6 +55,25 @@ def test_the_start_up_line_names_what_stays_and_what_it_takes() -> None:
 
 
 @on_ranks(4)
+def test_steps_that_differ_keep_what_they_have_saved() -> None:
+    """Frozen parameters, and an accumulation that is shorter at the end of an epoch."""
+    model, optimizer, _ = attached({"scheme": "eden4"})
+
+    def saved() -> float:
+        return sum(ds_quant.report(model)["saved_bytes"]["gradients"].values())
+
+    by_step = []
+    for micro_steps, is_frozen in ((3, False), (3, False), (1, False), (3, False), (3, True)):
+        next(model.parameters()).requires_grad_(not is_frozen)
+        before = saved()
+        train(model, optimizer, steps=1, micro_steps=micro_steps)
+        by_step.append(saved() - before)
+    whole, again, short, last, frozen = by_step
+    assert [again, last] == pytest.approx([whole, whole])
+    assert 0 < short < 0.6 * whole and 0 < frozen < 0.95 * whole
+
+
+@on_ranks(4)
 def test_a_block_that_leaves_all_parameters_out_says_so_and_advises_nothing() -> None:
     lines = logged()
     for scheme, node_size in (("eden4", 4), ("sdp4bit", 2), ("qsdp", 2)):

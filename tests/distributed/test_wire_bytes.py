@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_quant
-from tests.distributed.harness import on_ranks, run
+from tests.distributed.harness import on_ranks, run, scratch
 from tests.distributed.models import engine_of
 from tests.thin import thinned
 
@@ -204,3 +204,38 @@ def test_the_counters_see_all_that_moves_but_scalars(stage: int, world: int) -> 
     assert sum(ours) == counted > NUMEL
     assert len(ours) == (world - 1) * calls  # one message per peer and collective
     assert all(n <= 16 for n in theirs), tap.seen  # ZeRO-1/2 also compare buckets
+
+
+# ---- saved bytes ----
+
+
+@pytest.mark.parametrize(("stage", "scheme"), [(1, "eden4"), (2, "qsdp"), (3, "eden4")])
+@on_ranks()
+def test_what_is_received_and_saved_adds_up_to_full_precision(stage: int, scheme: str) -> None:
+    """Also beside exact gathers between steps, which full precision does not need."""
+    block = {"scheme": scheme, "node_size": 1, "allow_full_replica": True}
+    engine = engine_of(stage, block, Matrices)
+
+    def total() -> dict[str, float]:
+        report = ds_quant.report(engine)
+        return {
+            role: sum(links.values()) + sum(report["saved_bytes"][role].values())
+            for role, links in report["received_bytes"].items()
+        }
+
+    def save() -> None:
+        engine.save_checkpoint(scratch())
+
+    def load() -> None:
+        engine.load_checkpoint(scratch())
+
+    _step(engine)
+    totals = []
+    for between in (lambda: None, save, load, lambda: ds_quant.resync(engine)):
+        before = total()
+        between()
+        _step(engine)
+        totals.append({role: value - before[role] for role, value in total().items()})
+    for found in totals:
+        assert found == pytest.approx(totals[0], rel=0.01)
+    assert min(totals[0].values()) == pytest.approx(NUMEL, rel=0.01)  # half of bf16, each role

@@ -14,8 +14,8 @@ from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import in_words
 from ds_quant.runtime import run as run_module
-from ds_quant.runtime.figures import saved_bytes
 from ds_quant.runtime.run import Run, SchemeState, StockVolume
+from ds_quant.runtime.savings import Savings
 from ds_quant.runtime.start_line import LineParts, full_line, summary
 from tests.world import SimulatedRank, World
 
@@ -86,17 +86,36 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     found = made.run.received_in_full_precision()["gradients"]
     own = made.run.received_by_formula(made.run.comm_volume())
     traffic = Traffic()
+    savings = Savings(traffic)
     for at, nbytes in own["gradients"].items():
         traffic.received["gradients"][at] = 4 * int(nbytes)  # of four steps
         traffic.exact["gradients"][at] = int(nbytes)  # one in full precision
         traffic.added["gradients"][at] = int(nbytes)  # one for nothing
-    saved = saved_bytes(traffic, own, made.run.received_in_full_precision())["gradients"]
+    saved = savings.total(own, made.run.received_in_full_precision())["gradients"]
     for at in ("inter", "intra"):
         one_step = found[at] - own["gradients"][at]
         assert saved[at] == pytest.approx(2 * one_step - own["gradients"][at])
     crossings = 1 if cross == "step" else 2
     assert found["inter"] == crossings * 4 * 64 * 64 / 2 / 2
     assert found["intra"] == 2 * 4 * 64 * 64 / 2
+
+
+def test_a_settled_step_keeps_its_savings_when_others_are_priced_otherwise() -> None:
+    traffic = Traffic()
+    savings = Savings(traffic)
+    own = {role: {"intra": 10.0, "inter": 0.0} for role in traffic.received}
+    for step, factor in enumerate((4, 2, 4)):
+        traffic.count("gradients", intra=10, inter=0)
+        stock = {role: {"intra": 10.0 * factor, "inter": 5.0} for role in own}
+        savings.settle(factor, lambda stock=stock: (own, stock))
+        expected = [30, 40, 70][step]
+        assert savings.total(own, own)["gradients"] == {"intra": expected, "inter": 0}
+    savings.forget_prices()
+    traffic.count("gradients", intra=10, inter=0)
+    savings.settle(4, lambda: (own, own))
+    with traffic.adding():
+        traffic.count("gradients", intra=7, inter=3)
+    assert savings.total(own, own)["gradients"] == {"intra": 63, "inter": -3}
 
 
 # ---- the start-up lines ----

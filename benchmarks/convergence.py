@@ -150,14 +150,19 @@ class Settings:
         """Return the sums of an entry that is PowerSGD, None for a scheme.
 
         Raises:
-            ValueError: other sums than DDP's, or overrides that are not a rank.
+            ValueError: other sums than DDP's, several micro-steps, or no rank.
         """
         if entry.name != POWER_SGD:
             return None
-        if self.sums != "ddp":
-            raise ValueError(f"{entry.label} with --sums {self.sums}: allowed: --sums ddp")
-        shapes = [parameter.shape for parameter in self.model().parameters()]
-        return power_sgd.PowerSGD(shapes, ranks=self.topology.world, rank=rank_of(entry), seed=seed)
+        if (self.sums, self.micro_steps) != ("ddp", 1):
+            raise ValueError(
+                f"{entry.label} with --sums {self.sums} --micro-steps {self.micro_steps}: allowed: "
+                "--sums ddp --micro-steps 1"
+            )
+        parameters = list(self.model().parameters())
+        return power_sgd.PowerSGD(
+            parameters, ranks=self.topology.world, rank=rank_of(entry), seed=seed
+        )
 
     def rate(self, step: int, first: float) -> float:
         """Return the learning rate of a step of a run: ``first``, falling to FLOOR of it.

@@ -1,9 +1,10 @@
-"""PowerSGD over simulated ranks: what convergence.py compares the schemes of DDP with.
+"""PowerSGD over simulated ranks, which convergence.py compares with the schemes of DDP.
 
 Vogels et al., NeurIPS 2019. A gradient matrix M of (n, m) elements is sent as P = M Q, (n, rank),
-and Q = M^T P, (m, rank), both summed over the ranks; all ranks use P Q^T. What that leaves out is
+and Q = M^T P, (m, rank), both summed over the ranks; all ranks use P Q^T. The rest, M - P Q^T, is
 added to the rank's next gradient, and the next step begins with the Q of this one. Gradients that
-would not shrink are summed as they are. All in fp32, as torch's hook computes with fp32 gradients.
+would shrink too little are summed as they are. All in fp32, as torch's hook computes with fp32
+gradients.
 May import torch.
 """
 
@@ -43,38 +44,35 @@ def bits_per_element(shapes: Sequence[Sequence[int]], rank: int) -> float:
 class PowerSGD:
     """The sums of all ranks of a data-parallel training, with an error memory per rank.
 
-    shapes: of the parameters. rank: of the factors. seed: of the first Q.
+    parameters: of the model. ranks: number of them. rank: of the factors. seed: of the first Q.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], *, ranks: int, rank: int, seed: int) -> None:
-        self._shapes = list(shapes)
-        self._rank = rank
+    def __init__(self, parameters: Sequence[Tensor], *, ranks: int, rank: int, seed: int) -> None:
+        self._shapes = [parameter.shape for parameter in parameters]
         # By parameter and rank, (n, m) fp32.
         self._errors: list[list[Tensor]] = []
         # By parameter, (m, rank) fp32; None: the gradient is sent as it is.
         self._columns: list[Tensor | None] = []
         generator = torch.Generator().manual_seed(seed)
-        for shape in self._shapes:
+        for parameter in parameters:
+            shape = parameter.shape
             if not factor_numel(shape, rank):
                 self._errors.append([])
                 self._columns.append(None)
                 continue
             rows, columns = _matrix_shape(shape)
             width = min(rows, columns, rank)
-            self._errors.append([torch.zeros(rows, columns) for _ in range(ranks)])
-            self._columns.append(torch.randn(columns, width, generator=generator))
+            error = torch.zeros(rows, columns, device=parameter.device)
+            self._errors.append([error] * ranks)
+            first = torch.randn(columns, width, generator=generator)
+            self._columns.append(first.to(parameter.device))
 
     def reduce(self, gradients: Sequence[Sequence[Tensor]], *, is_last: bool) -> Tensor:
         """Return the mean gradient that all ranks use, 1-D fp32, of all parameters end to end.
 
         gradients: of every rank, in the shape of the parameters.
-        is_last: True, because DDP sends gradients once per optimizer step.
-
-        Raises:
-            ValueError: another backward follows in this step.
+        is_last: always True: DDP sends gradients once per optimizer step.
         """
-        if not is_last:
-            raise ValueError("PowerSGD with several micro-steps: allowed: --micro-steps 1")
         reduced = []
         for index, of_ranks in enumerate(zip(*gradients, strict=True)):
             own = [gradient.float() for gradient in of_ranks]
@@ -86,7 +84,7 @@ class PowerSGD:
         return torch.cat(reduced)
 
     def _reduce_matrix(self, index: int, gradients: Sequence[Tensor]) -> Tensor:
-        """Return P Q^T of one matrix, and keep what it leaves out of every rank's gradient."""
+        """Return P Q^T of one matrix, and keep every rank's error."""
         last_columns = self._columns[index]
         assert last_columns is not None
         shape = _matrix_shape(self._shapes[index])
@@ -95,9 +93,8 @@ class PowerSGD:
             for gradient, error in zip(gradients, self._errors[index], strict=True)
         ]
         directions = _orthogonal(last_columns)
-        rows = _orthogonal(sum((matrix @ directions for matrix in matrices), torch.zeros(())))
-        total = sum((matrix.T @ rows for matrix in matrices), torch.zeros(()))
-        columns = total / len(matrices)
+        rows = _orthogonal(torch.stack([matrix @ directions for matrix in matrices]).sum(0))
+        columns = torch.stack([matrix.T @ rows for matrix in matrices]).mean(0)
         self._columns[index] = columns
         approximation = rows @ columns.T
         self._errors[index] = [matrix - approximation for matrix in matrices]
@@ -111,7 +108,7 @@ class PowerSGD:
         """Go on to the next optimizer step, which begins with the factors of this one."""
 
     def state(self) -> dict[str, Any]:
-        """Return what the next step depends on."""
+        """Return the errors of all ranks and the last Q."""
         return {"errors": self._errors, "columns": self._columns}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -362,7 +362,7 @@ class Sums(Protocol):
         """Go on to the next optimizer step."""
 
     def state(self) -> dict[str, Any]:
-        """Return what the next step depends on."""
+        """Return the state that the next step begins with."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a ``state``."""

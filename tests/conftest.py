@@ -36,19 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    keep_from_collections()
+    exclude_from_collection()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:
-        keep_from_collections()
+        exclude_from_collection()
 
 
-def keep_from_collections() -> None:
-    """Keep the garbage collector off what lives until the end.
+def exclude_from_collection() -> None:
+    """Exclude all present objects from garbage collection.
 
-    That is thousands of collected tests, and what the tests of a file have cached: a million
-    instructions of the PTX machine.
+    Collected tests and cached results live until the end. The PTX machine alone caches a million
+    objects.
     """
     gc.collect()
     gc.freeze()

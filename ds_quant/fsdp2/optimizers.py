@@ -14,7 +14,7 @@ make its state: such a step, without gradients before it, is none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -127,9 +127,11 @@ class OptimizerSteps:
         return any(id(parameter) in self._ids for parameter in parameters_of(optimizer))
 
     def _holds_parameters(self, optimizer: Optimizer) -> bool:
-        first = next(parameters_of(optimizer), None)
-        if first is not None and id(first) in self._ids:
-            return True
+        for group in optimizer.param_groups:
+            if group["params"]:
+                if id(group["params"][0]) in self._ids:
+                    return True
+                break
         return self.holds_any(optimizer)
 
     def _makes_state(self, optimizer: Optimizer) -> bool:
@@ -146,10 +148,9 @@ class OptimizerSteps:
         self._undo.append(drop_with_optimizer(optimizer, parameters_of, self._front))
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of an optimizer."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 # ---- all models of the process ----

@@ -20,7 +20,7 @@ class Savings:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self._ratios: dict[Hashable, Received] = {}
-        # Quantized bytes of settled steps, and what they have saved.
+        # Quantized bytes of settled steps, and their savings.
         self._settled: Received = traffic.quantized()
         self._saved: Received = traffic.quantized()
 

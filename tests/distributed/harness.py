@@ -159,8 +159,8 @@ def run_each(
 def _store() -> TCPStore:
     """Start a store on a free port.
 
-    It listens on a socket of IPv4. On its own one it would ask the name server about every rank
-    that connects, and without an answer wait for 5 seconds.
+    It listens on an IPv4 socket. By default torch listens on IPv6, and then asks the name server
+    for the name of every rank that connects. A lost answer delays the start by 5 seconds.
     """
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]

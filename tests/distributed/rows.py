@@ -249,7 +249,7 @@ def _train_cases(module: str, cases: list[Case]) -> dict[Case, list[Run] | str]:
             outcomes[title, stage] = [way.train(rows[title], stage) for way in rows[title].ways]
         except Exception:
             outcomes[title, stage] = traceback.format_exc()
-        # DeepSpeed collects garbage in every engine. What outlives a case it need not look at.
+        # DeepSpeed collects garbage in every engine: exclude the results of earlier cases.
         gc.collect()
         gc.freeze()
     return outcomes

@@ -84,14 +84,20 @@ def test_gradients_that_nothing_looks_at_are_no_finite_ones() -> None:
         front.found_nonfinite()
 
 
-@on_ranks(4)
-def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
+def attached_beside_kill_file(block: dict[str, Any]) -> tuple[Path, Any, Any, Any]:
+    """Return the path of this rank's kill file, a model, its optimizer and the front."""
     file = Path(scratch()) / f"kill {dist.get_rank()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_QUANT_KILL_FILE", str(file))
         model = sharded()
         optimizer = sgd(model)
-        front = fsdp2.attach(model, BLOCK, optimizer=optimizer)
+        front = fsdp2.attach(model, block, optimizer=optimizer)
+    return file, model, optimizer, front
+
+
+@on_ranks(4)
+def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
+    file, model, optimizer, front = attached_beside_kill_file(BLOCK)
     assert "DS_QUANT_KILL_FILE watched" in front.line
     sent = []
     for step in range(4):
@@ -110,12 +116,7 @@ def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
 @on_ranks(4)
 def test_a_kill_file_makes_the_copies_of_frozen_weights_exact() -> None:
     """The last exchange before a parameter was frozen has left quantized ones in all nodes."""
-    file = Path(scratch()) / f"kill {dist.get_rank()}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_QUANT_KILL_FILE", str(file))
-        model = sharded()
-        optimizer = sgd(model)
-        fsdp2.attach(model, {**BLOCK, "scheme": "qsdp_shard"}, optimizer=optimizer)
+    file, model, optimizer, _ = attached_beside_kill_file({**BLOCK, "scheme": "qsdp_shard"})
     used = {}
     model.first.register_forward_pre_hook(
         lambda module, _: used.update(first=module.weight.detach().clone())

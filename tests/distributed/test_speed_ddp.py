@@ -66,7 +66,8 @@ def test_power_sgd_of_simulated_ranks_is_that_of_torch() -> None:
     model = DistributedDataParallel(nn.Linear(*reversed(shape)))
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    simulated = power_sgd.PowerSGD([shape, shape[:1]], ranks=2, rank=4, seed=0)
+    parameters = list(model.parameters())
+    simulated = power_sgd.PowerSGD(parameters, ranks=2, rank=4, seed=0)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for step in range(6):
         x = torch.randn(8, shape[1], generator=generator)

@@ -60,6 +60,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv" / "bin" / "python"
     site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder)[:-1])
     (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = ("install", "--no-deps", "--no-index", wheel)
+    # The outer environment may have ds_quant, too, if it was installed without -e.
+    install = ("install", "--no-deps", "--no-index", "--ignore-installed", wheel)
     run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
     return python

@@ -1,12 +1,12 @@
 // Runs a CUDA kernel on the CPU, so that tests need no GPU. Include it before the .cu file, compile
 // with -DDSQ_HOST, end with SHIM_EXPORT(kernel).
 //
-// Every CUDA thread is a fiber: ucontext makes its stack, and setjmp switches, without a system
-// call. A block runs alone, its warps one after the other, the
-// lanes of a warp in turns: a lane runs until its next warp collective, barrier or end, then the
-// next lane runs. At a collective a lane leaves its value in a slot and pauses; when its turn
-// comes again, all lanes have left theirs. Slots alternate between two banks, because the lanes
-// that run first may reach the next collective before the others have read this one.
+// Every CUDA thread is a fiber: ucontext makes its stack, and setjmp switches between fibers without
+// a system call. A block runs alone, its warps one after the other, the lanes of a warp in turns: a
+// lane runs until its next warp collective, barrier or end, then the next lane runs. At a collective
+// a lane leaves its value in a slot and pauses; when its turn comes again, all lanes have left
+// theirs. Slots alternate between two banks, because the lanes that run first may reach the next
+// collective before the others have read this one.
 // A barrier pauses until every thread of the block is at a barrier or has ended.
 //
 // Checked on the way, each ending the process with a message: lanes of one warp that are not all
@@ -35,8 +35,8 @@ enum Stop { RUNNING, AT_COLLECTIVE, AT_BARRIER, ENDED };
 const int WARP = 32, MAX_THREADS = 1024, STACK = 256 * 1024;
 
 struct Fiber {
-    ucontext_t context;  // of its beginning
-    jmp_buf stopped;     // where it goes on
+    ucontext_t context;  // at its beginning
+    jmp_buf stopped;     // at its last stop
     bool has_begun;
     Dim3 thread;
     Stop stop;

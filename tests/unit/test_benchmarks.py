@@ -288,12 +288,12 @@ LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[
 @pytest.mark.parametrize(
     ("sums", "scheme"),
     [("zero3", f"qsdp_w4g4:min_numel=0,{LEARNED}"), ("zero3", "sdp4bit:min_numel=0"),
-     ("hsdp", "eden4:min_numel=0")],
+     ("hsdp", "eden4:min_numel=0"), ("ddp", "powersgd:rank=1")],
 )  # fmt: skip
 def test_a_run_that_ran_out_of_time_goes_on_with_equal_bits(
     sums: str, scheme: str, argv, tmp_path: Path, capsys
 ) -> None:
-    """A call with no time left takes one step. Levels, node rows and moments are kept."""
+    """A call with no time left takes one step. Levels, node rows, moments and errors are kept."""
     more = [f"--sums={sums}", "--node-size=2", f"--schemes={scheme}"]
     whole = study([*argv, *more, "--pairs=1", "--most-pairs=1"])
     runs = tmp_path / "runs.jsonl"
@@ -342,6 +342,24 @@ def test_ways_of_summing_begin_at_one_base_model(argv, tmp_path: Path) -> None:
 def test_replicas_need_several_nodes_of_several_ranks(argv, capsys) -> None:
     assert convergence.main([*argv, "--sums=ddp"]) == 1
     assert "sums='ddp' with 2 x 1 ranks: allowed: several nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "message"),
+    [
+        ("powersgd", [], "'powersgd': allowed: powersgd:rank=R"),
+        ("powersgd:rank=0", [], "'powersgd:rank=0': allowed: powersgd:rank=R"),
+        ("powersgd:rank=1", ["--sums=zero3"], "--sums zero3 --micro-steps 1: allowed: --sums ddp"),
+        ("powersgd:rank=1", ["--micro-steps=2"], "--sums ddp --micro-steps 2: allowed: --sums ddp"),
+    ],
+)
+def test_power_sgd_needs_ddp_and_a_rank(
+    entry: str, more: list[str], message: str, argv, capsys
+) -> None:
+    assert (
+        convergence.main([*argv, "--sums=ddp", "--node-size=2", f"--schemes={entry}", *more]) == 1
+    )
+    assert message in capsys.readouterr().err
 
 
 def test_sums_that_come_back_in_more_bits_have_less_error(argv) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ds_quant import fsdp2
+from tests.distributed.fsdp2_runs import adam
 from tests.distributed.harness import of_all_ranks
 
 WIDTH = 64
@@ -245,7 +246,7 @@ def train(
     Every step has the same rows, so that a few steps lower the loss.
     """
     model = setup.make(mp_policy=policy, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     front = None if block is None else fsdp2.attach(model, block, optimizer=optimizer)
     trained = Trained(model, optimizer, front, [])
     for _ in range(steps):

@@ -169,8 +169,12 @@ def played(
     return run
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+def adam(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
+    """Return AdamW that updates all parameters in one operator.
+
+    DTensor plans every operator anew for every shape, which is most of the time of a first step.
+    """
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 import ds_quant
 from ds_quant import fsdp2
+from tests.distributed.fsdp2_runs import adam
 from tests.distributed.harness import of_all_ranks, on_ranks, run
 from tests.distributed.messages import MessageDamage
 from tests.distributed.models import build, settings
@@ -80,7 +81,7 @@ def trained(
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any] | None]:
     """Losses, weights and report of a run with a block, or of FSDP2 alone."""
     model = sharded(new_model(), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = adam(model, lr=3e-3)
     if block is not None:
         assert fsdp2.attach(model, {"min_numel": 512, **block}, optimizer=optimizer) is not None
     losses = train(model, optimizer, steps=steps, micro_steps=micro_steps)
@@ -191,7 +192,7 @@ def test_frozen_adapters_and_resharding_train_as_alone() -> None:
         for block in (None, {"scheme": "hybrid", "node_size": 2}):
             model = sharded(frozen(), **options)
             parameters = [p for p in model.parameters() if p.requires_grad]
-            optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+            optimizer = torch.optim.AdamW(parameters, lr=3e-3, fused=True)
             if block is not None:
                 fsdp2.attach(model, block, optimizer=optimizer)
             losses.append(train(model, optimizer, steps=4))
@@ -264,7 +265,7 @@ def test_a_loaded_checkpoint_resumes_bit_for_bit_and_is_exact() -> None:
 
     def made() -> tuple[Any, torch.optim.Optimizer, Any]:
         model = sharded(new_model())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = adam(model, lr=3e-3)
         return model, optimizer, fsdp2.attach(model, block, optimizer=optimizer)
 
     model, optimizer, front = made()
@@ -287,7 +288,7 @@ def _save(folder: str) -> dict[str, np.ndarray]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = sharded(new_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = adam(model, lr=3e-3)
     block = {"scheme": "eden4", "node_size": 2, "min_numel": 512}
     front = fsdp2.attach(model, block, optimizer=optimizer)
     train(model, optimizer, steps=2)
@@ -303,7 +304,7 @@ def _load(folder: str, block: dict[str, Any] | None) -> dict[str, np.ndarray]:
     model = sharded(new_model())
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if block is not None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = adam(model, lr=3e-3)
         state["quantized_comm"] = fsdp2.attach(model, block, optimizer=optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_quant import fsdp2
 from ds_quant.runtime.handshake import StartError
+from tests.distributed.fsdp2_runs import adam
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_fsdp2 import WIDTH, Net, new_model, sharded, train, weights_of
 from tests.thin import thinned
@@ -45,7 +46,7 @@ def losses_and_weights(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = sharded(model_class())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = adam(model, lr=3e-3)
     if block is not None:
         fsdp2.attach(model, {"min_numel": 512, **block}, optimizer=optimizer)
     losses = train(model, optimizer, steps=4, micro_steps=2)
@@ -74,7 +75,7 @@ def test_evaluations_between_steps_change_no_bit_of_the_training(scheme: str) ->
     found = []
     for evaluates in (False, True):
         model = sharded(new_model())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = adam(model, lr=3e-3)
         block = {"scheme": scheme, "node_size": 2, "min_numel": 512}
         fsdp2.attach(model, block, optimizer=optimizer)
         losses = []

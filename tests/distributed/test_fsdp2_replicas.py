@@ -22,6 +22,7 @@ from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
 from ds_quant.fsdp2.model import AttachedModel
 from tests.distributed.exact_model import sgd
+from tests.distributed.fsdp2_runs import adam
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.test_fsdp2 import WIDTH, Net, new_model, sharded, weights_of
 from tests.thin import thinned
@@ -85,7 +86,7 @@ def trained(
     """Return losses, weights and model of a run with a block, or of FSDP2's own HSDP."""
     model = replicated(reference or new_model(), mesh_of(nodes), **options)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=3e-3)
+    optimizer = torch.optim.AdamW(trainable, lr=3e-3, fused=True)
     if block is not None:
         fsdp2.attach(model, {"min_numel": 512, **block}, optimizer=optimizer)
     losses = train(model, optimizer, steps=steps, micro_steps=micro_steps)
@@ -372,7 +373,7 @@ def test_a_loaded_checkpoint_resumes_bit_for_bit() -> None:
 
     def made() -> tuple[Any, torch.optim.Optimizer, Any]:
         model = replicated(new_model(), mesh_of(2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = adam(model, lr=3e-3)
         block = {"scheme": "eden4", "min_numel": 512}
         return model, optimizer, fsdp2.attach(model, block, optimizer=optimizer)
 

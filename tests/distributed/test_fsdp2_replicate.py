@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ds_quant
 from ds_quant import fsdp2
 from tests.distributed.fsdp2_meshes import mesh_of
+from tests.distributed.fsdp2_runs import adam
 from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.thin import thinned
 
@@ -92,7 +93,7 @@ def train(
     """
     model = MODELS[kind](**options)
     prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     if block is not None:
         fsdp2.attach(model, {"min_numel": 64, **block}, optimizer=optimizer)
     losses = []
@@ -268,7 +269,7 @@ def test_a_declared_backward_sends_nothing_and_may_be_dropped(declare: str) -> N
 def test_detach_gives_fsdp2_its_all_reduce_back() -> None:
     plain, plain_losses = train("replicate()", None, steps=4)
     model, losses = train("replicate()", {"scheme": "full_precision"}, steps=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     front = fsdp2.attaching.front_of(model)
     front.detach()
     backward(model, 0)

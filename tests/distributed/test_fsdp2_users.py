@@ -17,7 +17,7 @@ import ds_quant
 from ds_quant import fsdp2
 from ds_quant.config.errors import AttachError
 from ds_quant.runtime.handshake import StartError
-from tests.distributed.fsdp2_runs import logged
+from tests.distributed.fsdp2_runs import adam, logged
 from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import heard
 from tests.distributed.test_fsdp2 import new_model, sharded, train
@@ -28,7 +28,7 @@ NUMEL = sum(parameter.numel() for parameter in new_model().parameters())
 
 def attached(block: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer, Any]:
     model = sharded(new_model(), mp_policy=BF16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = adam(model, lr=3e-3)
     block = {"node_size": 2, "min_numel": 512, **block}
     return model, optimizer, fsdp2.attach(model, block, optimizer=optimizer)
 

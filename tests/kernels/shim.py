@@ -1,4 +1,7 @@
-"""Runs the CUDA sources on the CPU: builds them with g++ behind shim.h, once per set of macros."""
+"""Runs the CUDA sources on the CPU: builds them with g++ behind shim.h, once per set of macros.
+
+Compiling takes most of the time of these tests, so shim.h is compiled once for all libraries.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,16 @@ from ds_quant.kernels.cuda import source
 from ds_quant.kernels.launch import FIELDS, Launch, Table
 
 HEADER = Path(__file__).with_name("shim.h")
-# -Og: the whole run is a few thousand blocks, compiling dominates. No contraction into fused
-# operations, which g++ does by default. A fortified longjmp refuses another stack.
+# -Og: the whole run is a few thousand blocks. No contraction into fused operations, which g++ does
+# by default. A fortified longjmp refuses another stack.
 FLAGS = [
-    *("-std=c++17", "-Og", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"),
-    "-U_FORTIFY_SOURCE",
+    *("-std=c++17", "-Og", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
+    *("-U_FORTIFY_SOURCE", "-DDSQ_HOST"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
 ]
-WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+# The process that loads a library has the C library already. libgcc converts fp16.
+LINKING = ["-shared", "-nostdlib"]
+LIBRARIES = ["-lgcc"]
 
 
 class Shim:
@@ -31,6 +37,7 @@ class Shim:
         if self.compiler is None:
             pytest.skip("needs g++ to run the CUDA sources on the CPU")
         self.folder = folder
+        self._precompile_header()
         self.reversed_warps = False
         self.built: dict[tuple, ctypes.CDLL] = {}
         self.launched: list[tuple[str, tuple]] = []  # kernels and their macros
@@ -65,14 +72,23 @@ class Shim:
             self.built[key] = self._build(kernel, macros)
         return self.built[key]
 
+    def _precompile_header(self) -> None:
+        """Compile shim.h into a file that g++ takes in place of the header of that name."""
+        header = self.folder / HEADER.name
+        header.write_text(f'#include "{HEADER}"\n')
+        compiled = header.with_name(f"{header.name}.gch")
+        command = [self.compiler, *FLAGS, "-x", "c++-header", str(header), "-o", str(compiled)]
+        subprocess.run(command, check=True, timeout=120)
+
     def _build(self, kernel: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         stem = self.folder / f"{kernel}{len(self.built)}"
-        text = f'#include "{HEADER}"\n{source(kernel)}\nSHIM_EXPORT({kernel})\n'
+        text = f'#include "{HEADER.name}"\n{source(kernel)}\nSHIM_EXPORT({kernel})\n'
         text += f'static_assert(sizeof({JOBS[kernel]}) == {8 * len(FIELDS[kernel])}, "fields");\n'
         stem.with_suffix(".cpp").write_text(text)
         defines = [f"-D{name}={value}" for name, value in macros]
-        command = [self.compiler, *FLAGS, *WARNINGS, "-DDSQ_HOST", *defines]
+        command = [self.compiler, *FLAGS, *LINKING, *defines]
         command += [str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
+        command += LIBRARIES
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode:  # no AssertionError, which hypothesis would try to shrink
             pytest.exit(f"{' '.join(defines)}\n{done.stderr[:4000]}", returncode=1)

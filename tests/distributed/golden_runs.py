@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import product
@@ -325,6 +326,7 @@ def _once(values: list[int]) -> int | list[int]:
     return values[0] if len(set(values)) == 1 else values
 
 
+@cache
 def recorded() -> dict[str, Any]:
     """Return the content of the file, empty before the first run."""
     if not FILE.exists():

@@ -36,7 +36,7 @@ from tests.distributed.models import (
     train_steps,
 )
 from tests.thin import thinned
-from tests.unit.test_advice import ADVICES
+from tests.unit.advice import ROOT, advices
 
 # ---- DeepSpeed's shared-memory operator ----
 
@@ -589,15 +589,13 @@ def test_the_start_up_lines_need_no_glossary(case: str) -> None:
         assert all(line.startswith("  ") for line in lines[1:])
 
 
-ALONE = [advice for advice in ADVICES if advice.page == "hybrid.md" and advice.node_size == 1]
-
-
 @on_ranks(2)
 def test_what_the_page_advises_for_one_gpu_per_node_starts() -> None:
-    assert {(advice.scheme, advice.stage) for advice in ALONE} == {
+    found = sorted({each for each in advices(ROOT / "docs" / "hybrid.md") if each.node_size == 1})
+    assert {(advice.scheme, advice.stage) for advice in found} == {
         ("lossless", 2), ("full_precision", 3), ("lossless", 3)
     }  # fmt: skip
-    for advice in ALONE:
+    for advice in found:
         block = {"scheme": advice.scheme, "node_size": 1, "allow_full_replica": advice.replica}
         line = ds_quant.report(engine_of(advice.stage, block))["line"]
         assert line.startswith(f"{advice.scheme} on ZeRO-{advice.stage}, ")

@@ -30,7 +30,9 @@ def play(rows: list[str]) -> dict[str, str]:
     for place, row in enumerate(rows):
         end = FINISHED
         try:
-            TRIALS[row].compare()
+            trial = TRIALS[row]
+            on_two_ranks = dist.get_world_size() == 2
+            trial.compare(trial.quick_schemes(place) if on_two_ranks else trial.schemes)
             causes[row] = ""
         except Differs as error:
             causes[row] = str(error)

@@ -62,6 +62,13 @@ class HierarchicalCommunicator:
         self.unposted.append(gather)
         return gather
 
+    def rows_of_gather(self) -> dict[str, int]:
+        """Return the rows that ``all_gather`` receives over each link."""
+        if self.intra is None or self.inter is None:
+            return self.flat.rows_of_gather()
+        between, inside = self.inter.rows_of_gather(), self.intra.rows_of_gather()
+        return {link: between[link] + self.inter.size * inside[link] for link in between}
+
 
 class TwoLevelGather:
     """A gather whose rows cross between nodes first, then inside the node.

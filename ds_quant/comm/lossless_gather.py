@@ -32,7 +32,7 @@ from ds_quant.codec.bound import squares
 from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.slots import row_index
-from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.traffic import LosslessDifferences, Traffic
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
 from ds_quant.kernels.lossless import max_bytes, problem_of
@@ -143,9 +143,25 @@ class LosslessGather:
 
     def _count(self, messages: Sequence[LosslessMessage], traffic: Traffic) -> None:
         ranks = self._communicator.size
-        traffic.lossless.numel += ranks * sum([message.numel for message in messages])
-        traffic.lossless.used += int(self._lengths.sum())
-        traffic.lossless.moved += ranks * int(self._lengths.max(axis=0).sum())
+        numel = sum([message.numel for message in messages])
+        moved = int(self._lengths.max(axis=0).sum())
+        rows, rows_of_lengths = (
+            self._transport.rows_of_gather(),
+            self._communicator.rows_of_gather(),
+        )
+        nbytes_of_lengths = self._lengths.itemsize * len(messages)
+        received = {}
+        for link, count in rows.items():
+            received[link] = count * moved + rows_of_lengths[link] * nbytes_of_lengths
+        traffic.count_lossless(
+            LosslessDifferences(
+                numel=ranks * numel,
+                used=int(self._lengths.sum()),
+                moved=ranks * moved,
+                received_numel={link: count * numel for link, count in rows.items()},
+                received=received,
+            )
+        )
 
     def _measure(self, messages: Sequence[LosslessMessage]) -> None:
         """In a sampled step, note this rank's messages: their lengths are known only now."""

@@ -195,20 +195,27 @@ class Meter:
 # ---- counters of all steps ----
 
 _ROLES = ("weights", "gradients")
+_LINKS = ("intra", "inter")
 
 
 @dataclass
 class LosslessDifferences:
     """Counters of lossless messages, whose length depends on the values.
 
-    Of all ranks of a gather.
+    Of all ranks of a gather:
     numel: weights. used: bytes of their messages. moved: bytes with the padding of each message to
         the longest of any rank.
+
+    Of quantized steps, by link as in ``Traffic``:
+    received_numel: weights that this rank received. received: bytes of them, with padding and the
+        lengths of the messages.
     """
 
     numel: int = 0
     used: int = 0
     moved: int = 0
+    received_numel: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LINKS, 0))
+    received: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LINKS, 0))
 
     @property
     def bits(self) -> float | None:
@@ -222,7 +229,7 @@ class LosslessDifferences:
 
 
 def _no_bytes() -> dict[str, dict[str, int]]:
-    return {role: {"intra": 0, "inter": 0} for role in _ROLES}
+    return {role: dict.fromkeys(_LINKS, 0) for role in _ROLES}
 
 
 @dataclass
@@ -267,6 +274,19 @@ class Traffic:
         if total.is_exact:
             total.exact[role]["intra"] += intra
             total.exact[role]["inter"] += inter
+
+    def count_lossless(self, counted: LosslessDifferences) -> None:
+        """Add the counters of a gather, whose bytes ``count`` counts."""
+        lossless = self.lossless
+        lossless.numel += counted.numel
+        lossless.used += counted.used
+        lossless.moved += counted.moved
+        total = self if self.whole is None else self.whole
+        if total.is_exact:
+            return
+        for link in _LINKS:
+            lossless.received_numel[link] += counted.received_numel[link]
+            lossless.received[link] += counted.received[link]
 
     def quantized(self) -> dict[str, dict[str, float]]:
         """Return the received bytes of quantized messages, by role and link."""

@@ -322,6 +322,10 @@ class Communicator:
         else:
             self._traffic.count(role, intra=received, inter=0)
 
+    def rows_of_gather(self) -> dict[str, int]:
+        """Return the rows that ``all_gather`` receives over each link."""
+        return {"intra": len(self._near), "inter": len(self._far)}
+
     def _count(self, role: str, received: Sequence[int]) -> None:
         intra = sum([received[peer] for peer in self._near])
         inter = sum([received[peer] for peer in self._far])

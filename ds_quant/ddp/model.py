@@ -165,7 +165,7 @@ class AttachedModel:
         """Check the gradients of all buckets before the optimizer uses them."""
         if self.run.scheme.block.payload_checksum:
             check_messages(self.run)
-        self.events.after_reduction()
+        self.events.gradients_changed()
         self.events.before_step()
         self.step += 1
         self._accumulation.rounds += 1

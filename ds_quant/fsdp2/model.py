@@ -264,12 +264,13 @@ class AttachedModel:
         is_new: False if an optimizer step goes on that was counted already.
         """
         self._check_messages()
+        self.events.found_nonfinite = False
         if is_new:
             self.step += 1
             self._forwards.after_step()
             for _, _, reduction in self.served:
                 reduction.after_step()
-            self._settle()
+        ratios = self._ratios_of_step()
         self._follow_training()
         if self.run.scheme.level_steps:
             self.run.learn_levels(self.step, self._own_values())
@@ -280,41 +281,55 @@ class AttachedModel:
             self.copies.exchange()
             if self.run.traffic.is_exact and not was_exact:
                 self.copies.resync_frozen()
+        self.run.savings.settle(ratios)
         if is_new:
             self._compare_copies()
             self.events.after_step()
 
-    def _settle(self) -> None:
-        """Note what this step has saved: the next one may train other parameters."""
+    def _ratios_of_step(self) -> Received:
+        """Return the ratios of this step, for ``Savings``: the next one may train other parameters.
+
+        The exchange that ends this step stands for the gathers of as many micro-steps as it had.
+        """
         run = self.run
 
         def prices() -> tuple[Received, Received]:
             return run.received_by_formula(run.comm_volume()), run.received_in_full_precision()
 
-        run.savings.settle(self.micro_steps, prices)
+        return run.savings.ratios(self.micro_steps, prices)
 
     def _after_reduction(self) -> None:
-        self.events.after_reduction()
+        self.events.gradients_changed()
         self._optimizers.after_reduction()
+        if self.events.found_nonfinite and not self._has_gradients():
+            self.events.found_nonfinite = False
+
+    def _has_gradients(self) -> bool:
+        """Return True if a parameter has a gradient, on this rank as on all others."""
+        members = (member for sharded, _, _ in self.served for member in sharded.members)
+        return any(member.sharded_param.grad is not None for member in members)
 
     def found_nonfinite(self) -> bool:
         """Return True on all ranks if gradients of this step hold NaN or Inf on any rank.
 
         Call it on all ranks before the optimizer steps, and skip the step then: drop the gradients
         with ``zero_grad``. The block's ``fallback`` sends the next steps in full precision. Only
-        gradients that the block quantizes are looked at.
+        gradients that the block quantizes are looked at, when they have been reduced over all
+        ranks. The answer stays the same until there are other gradients.
 
         Raises:
             RuntimeError: nothing is watched.
             FloatingPointError: on all ranks, with ``fallback.on_nonfinite="raise"``.
         """
         fallback = self.events.watched_gradients()
-        found = fallback.vote()
-        if found:
+        if self.events.found_nonfinite or fallback.has_voted:
+            return self.events.found_nonfinite
+        self.events.found_nonfinite = fallback.vote()
+        if self.events.found_nonfinite:
             fallback.after_step(skipped=True)
             self.run.begin_step()  # the step is repeated, perhaps in full precision
             self._bind_anew()
-        return found
+        return self.events.found_nonfinite
 
     def _bind_anew(self) -> None:
         """Let the next gathers bind the codecs of the weights to the step as it is now."""
@@ -346,6 +361,8 @@ class AttachedModel:
         """
         if self.run.finite_flags is not None:
             self.run.finite_flags.clear()
+            self.events.found_nonfinite = False
+            self.events.gradients_changed()
         for _, _, reduction in self.served:
             reduction.discard(parameters)
 
@@ -359,11 +376,15 @@ class AttachedModel:
             for param, shard, lengths in rows:
                 yield param, shard[: lengths[shards.rank]].to(sharded.dtype), shards.flat
 
-    def _require_no_partial_sums(self, event: str) -> None:
-        """Raise RuntimeError if gradients wait for a backward that was declared the last one."""
-        waiting = [
+    def waiting_modules(self) -> list[str]:
+        """Return the modules whose gradients wait for a backward that is declared the last one."""
+        return [
             sharded.title for sharded, _, reduction in self.served if reduction.holds_partial_sums
         ]
+
+    def _require_no_partial_sums(self, event: str) -> None:
+        """Raise RuntimeError if gradients wait for a backward that was declared the last one."""
+        waiting = self.waiting_modules()
         if waiting:
             raise RuntimeError(
                 f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as "

@@ -7,14 +7,16 @@ steps to all attached models, and a model takes those of optimizers that hold it
 [Note: one optimizer step] Optimizers that step one after the other, without a reduction of
 gradients between them, make up one optimizer step. It ends when all optimizers that have ever
 stepped have done so, and then the new weights are sent; or with the next forward, if some have not
-stepped this time. torch's ``set_state_dict`` steps a new optimizer with a learning rate of 0 to
-make its state: such a step, without gradients before it, is none.
+stepped this time. torch's ``get_state_dict`` and ``set_state_dict`` step a new optimizer with a
+learning rate of 0 to make its state. Such a step is none: no gradients were reduced before it, or
+they wait for the last backward, as in an accumulation that was given up.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -44,6 +46,9 @@ class Followed(Protocol):
 
     def after_step(self, *, is_new: bool) -> None:
         """Run after optimizers have stepped. is_new: a step that is not counted yet."""
+
+    def waiting_modules(self) -> list[str]:
+        """Return the modules whose gradients wait for a backward that is declared the last one."""
 
     def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
         """Drop the partial sums of parameters, given by their ids."""
@@ -136,16 +141,22 @@ class OptimizerSteps:
 
     def _makes_state(self, optimizer: Optimizer) -> bool:
         """Return True if this step only makes the optimizer's state."""
-        if self._has_reduced:
+        if any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
             return False
-        return all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        return not self._has_reduced or bool(self._front.waiting_modules())
+
+    def before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Run before ``optimizer`` drops its gradients."""
+        if self._holds_parameters(optimizer):
+            self._front.discard_gradients({id(p) for p in parameters_of(optimizer)})
 
     def _know(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer, and learn when it drops the gradients."""
+        """Remember an optimizer, and learn when it drops the gradients in a way of its own."""
         if optimizer in self._known:
             return
         self._known.add(optimizer)
-        self._undo.append(drop_with_optimizer(optimizer, parameters_of, self._front))
+        if type(optimizer).zero_grad is not Optimizer.zero_grad:
+            self._undo.append(drop_with_optimizer(optimizer, parameters_of, self._front))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -167,11 +178,29 @@ _registered: list[Any] = []
 
 
 def _register() -> None:
-    """Register the hooks of all optimizers, once per process."""
+    """Register the hooks of all optimizers, once per process.
+
+    torch has none for ``zero_grad``, so the method of their base class is wrapped.
+    """
     if not _registered:
         # A compiled step runs its hooks: they must not be compiled with it.
         _registered.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before)))
         _registered.append(register_optimizer_step_post_hook(torch.compiler.disable(_after)))
+        Optimizer.zero_grad = _dropping_first(Optimizer.zero_grad)  # type: ignore[method-assign]
+
+
+def _dropping_first(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """Return ``zero_grad`` of optimizers with what all models do before it."""
+
+    @wraps(zero_grad)
+    def drop_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        for each in list(_following):
+            steps = each()
+            if steps is not None:
+                steps.before_zero_grad(optimizer)
+        zero_grad(optimizer, *args, **kwargs)
+
+    return drop_first
 
 
 def _before(optimizer: Optimizer, *_: Any) -> None:

@@ -210,7 +210,8 @@ def sharded_modules(
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Refuse settings of ``fully_shard`` that the collectives cannot serve.
+    """Refuse settings of ``fully_shard`` that the collectives cannot serve, and gradients of an
+    accumulation that they would lose.
 
     Raises:
         AttachError: naming the module, the setting and the way out.
@@ -221,6 +222,12 @@ def refuse_unsupported(model: nn.Module) -> None:
                 name,
                 "collectives of set_custom_all_gather or set_custom_reduce_scatter",
                 "leave them out: the block replaces both",
+            )
+        if group._partial_reduce_output is not None:
+            raise unsupported(
+                name,
+                "gradients that set_requires_all_reduce(False) has kept from the other replicas",
+                "call attach between optimizer steps",
             )
         for member in group.fsdp_params:
             if member.offload_to_cpu:

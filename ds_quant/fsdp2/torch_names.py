@@ -72,7 +72,11 @@ class FsdpParam(Protocol):
 
 
 class ParamGroup(Protocol):
-    """FSDP2's record of the parameters that are gathered and reduced together."""
+    """FSDP2's record of the parameters that are gathered and reduced together.
+
+    _partial_reduce_output: sum of gradients of an accumulation that is not reduced over the
+        replicas yet.
+    """
 
     fsdp_params: Sequence[FsdpParam]
     mesh_info: DataParallelMeshInfo
@@ -85,6 +89,7 @@ class ParamGroup(Protocol):
     _all_gather_comm: AllGather
     _reduce_scatter_comm: ReduceScatter
     _all_reduce_hook: Callable[[Tensor], None] | None  # of set_all_reduce_hook
+    _partial_reduce_output: Tensor | None
     post_backward: Callable[..., None]
 
 

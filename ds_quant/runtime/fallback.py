@@ -50,7 +50,7 @@ class Fallback:
 
     resync: refills the weights that ranks keep between steps. A collective.
 
-    has_voted: True after ``vote``; the front clears it when it reduces other gradients.
+    has_voted: True after ``vote``; the front clears it when there are other gradients.
     found_nonfinite: result of the last vote.
     """
 
@@ -65,6 +65,7 @@ class Fallback:
         self.has_voted = False
         self.found_nonfinite = False
         # Of the step being taken:
+        self._is_counted = False  # as a step in full precision
         self._nonfinite = False  # gradients hold NaN or Inf
         self._was_full_precision = False  # gradients were sent in full precision
 
@@ -79,8 +80,9 @@ class Fallback:
         """
         run = self._run
         state, step = run.state, run.step
-        if state.killed or step < state.exact_until:
+        if (state.killed or step < state.exact_until) and not self._is_counted:
             state.exact_steps += 1
+            self._is_counted = True
         self._was_full_precision = run.is_full_precision(step)
         self.has_voted = True
         bad = first_nonfinite(run.finite_flags or [])
@@ -113,6 +115,7 @@ class Fallback:
             if self._run.is_full_precision(self._run.step):
                 self._resync()  # the skipped step has not refreshed the cached weights
         self._nonfinite = False
+        self._is_counted = False
 
     def _look_for_kill_file(self) -> None:
         """Update this rank's vote. A rank whose file system fails repeats its last vote: an error

@@ -18,10 +18,14 @@ from ds_quant.runtime.telemetry import StepTelemetry
 
 
 class StepEvents:
-    """Called by a front around its steps. Does nothing until ``begin``."""
+    """Called by a front around its steps. Does nothing until ``begin``.
+
+    found_nonfinite: NaN or Inf was found in gradients that are still there.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.found_nonfinite = False
         self._fallback: Fallback | None = None
         self._telemetry: StepTelemetry | None = None
 
@@ -41,8 +45,8 @@ class StepEvents:
 
     # ---- a step ----
 
-    def after_reduction(self) -> None:
-        """Note that gradients were reduced, which the next step votes on."""
+    def gradients_changed(self) -> None:
+        """Note that gradients were reduced or dropped: the next step votes on those there are."""
         if self._fallback is not None:
             self._fallback.has_voted = False
 

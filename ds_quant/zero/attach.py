@@ -486,7 +486,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         received_bytes[role][link]: into this rank. The sum of inter over the ranks of a node is
             received per node.
         saved_bytes[role][link]: received besides in full precision, by formula; nothing of steps
-            in full precision.
+            in full precision, and nothing of forwards that send no weights because nodes keep them,
+            such as those of an evaluation.
         collectives[role]: number of messages.
         not_counted: roles that received_bytes and collectives leave out, because DeepSpeed sends
             them itself.

@@ -475,6 +475,10 @@ def _zero_grad_in_place(run: Run) -> None:
     run.optimizer.zero_grad(set_to_none=False)
 
 
+def _optimizer_made_since(run: Run) -> None:
+    sgd(run.model).zero_grad(set_to_none=False)
+
+
 def _model_zero_grad(run: Run) -> None:
     run.model.zero_grad()
 
@@ -502,12 +506,13 @@ def _of_one_module(run: Run) -> None:
 GIVEN_UP = {
     drop.__name__.strip("_"): drop
     for drop in (
-        _optimizer_zero_grad, _zero_grad_in_place, _model_zero_grad, _model_zero_grad_in_place,
-        _none, _discard, _of_one_module,
+        _optimizer_zero_grad, _zero_grad_in_place, _optimizer_made_since, _model_zero_grad,
+        _model_zero_grad_in_place, _none, _discard, _of_one_module,
     )
 }  # fmt: skip
-# A call of an optimizer, one of the model that keeps the gradients, a write, and a part of them.
-QUICK_GIVEN_UP = ("optimizer_zero_grad", "model_zero_grad_in_place", "none", "of_one_module")
+# A call of an optimizer that attach has not seen, one of the model that keeps the gradients, a
+# write, and a part of them.
+QUICK_GIVEN_UP = ("optimizer_made_since", "model_zero_grad_in_place", "none", "of_one_module")
 
 
 @pytest.mark.parametrize(
@@ -554,6 +559,37 @@ def test_an_optimizer_steps_where_an_accumulation_was_just_given_up() -> None:
         run.step(2)
 
     assert_near(played(program, EXACT, optimizer=sgd), played(program, None, optimizer=sgd))
+
+
+@on_ranks(4)
+def test_a_first_checkpoint_is_written_where_an_accumulation_was_just_given_up() -> None:
+    """torch gives every parameter a gradient of zeros and steps the optimizer to make its state."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def program(run: Run) -> None:
+        run.backward(1, last=False, factor=1000.0)
+        _none(run)
+        get_state_dict(run.model, run.optimizer)
+        assert run.front is None or run.front.step == 0
+        run.step(2)
+        run.look()
+
+    assert_near(played(program, EXACT), played(program, None))
+
+
+@on_ranks(4)
+def test_a_model_is_not_attached_amid_an_accumulation_that_would_be_lost() -> None:
+    """FSDP2 keeps the sums of a replica where no collective of a block sees them."""
+    model = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+    optimizer = sgd(model)
+    model.set_requires_all_reduce(False)
+    model(rows(1)).sum().backward()
+    with pytest.raises(AttachError, match=r"kept from the other replicas: call attach between"):
+        fsdp2.attach(model, "eden4", optimizer=optimizer)
+    model.set_requires_all_reduce(True)
+    model(rows(1)).sum().backward()
+    optimizer.zero_grad()
+    assert "eden4 on" in fsdp2.attach(model, "eden4", optimizer=optimizer).line
 
 
 @on_ranks(4)

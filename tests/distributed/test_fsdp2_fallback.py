@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,46 @@ def test_a_loop_skips_a_step_together_and_the_next_ones_are_exact(role: str) -> 
     figures = ds_quant.report(model)
     assert figures["nonfinite_steps"] == 1 and figures["exact_steps"] == 2
     assert all(p.isfinite().all() for p in (q.full_tensor() for q in model.parameters()))
+
+
+def _zero_grad(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def _set_to_none(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("drop", [_zero_grad, _set_to_none])
+@on_ranks(4)
+def test_the_answer_stays_until_there_are_other_gradients(drop: Callable[..., None]) -> None:
+    """A loop may ask after every backward and again before the step."""
+    model = sharded()
+    optimizer = sgd(model)
+    fallback = {"on_nonfinite": "full_precision", "steps": 2}
+    front = fsdp2.attach(model, {**BLOCK, "fallback": fallback}, optimizer=optimizer)
+
+    def answers() -> list[bool]:
+        found = []
+        for spoilt in (True, False):
+            backward(model, 1, spoilt=spoilt)
+            found += [front.found_nonfinite(), front.found_nonfinite()]
+        return found
+
+    assert answers() == [True] * 4
+    drop(model, optimizer)
+    sent = []
+    for step in range(3):
+        sent.append(backward(model, step))
+        assert not front.found_nonfinite() and not front.found_nonfinite()
+        optimizer.step()
+        assert not front.found_nonfinite()
+        optimizer.zero_grad()
+    exact, second, quantized = sent
+    assert exact == second > 2 * quantized
+    figures = ds_quant.report(model)
+    assert figures["nonfinite_steps"] == 1 and figures["exact_steps"] == 2
 
 
 @on_ranks(4)

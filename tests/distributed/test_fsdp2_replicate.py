@@ -242,9 +242,12 @@ def test_the_start_up_line_tells_that_no_weights_are_sent() -> None:
 # ---- gradients that wait ----
 
 
-@pytest.mark.parametrize("declare", ["set_requires_all_reduce", "set_is_last_backward"])
+@pytest.mark.parametrize(
+    ("declare", "drops"),
+    [("set_requires_all_reduce", "model"), ("set_is_last_backward", "optimizer made since")],
+)
 @on_ranks(2)
-def test_a_declared_backward_sends_nothing_and_may_be_dropped(declare: str) -> None:
+def test_a_declared_backward_sends_nothing_and_may_be_dropped(declare: str, drops: str) -> None:
     """Gradients of one step alone are those of a step after an accumulation that is given up."""
     model, _ = train("replicate()", {"scheme": "full_precision"}, steps=1, mp_policy=BF16)
     backward(model, 1)
@@ -258,7 +261,7 @@ def test_a_declared_backward_sends_nothing_and_may_be_dropped(declare: str) -> N
     assert front.figures()["received_bytes"]["gradients"] == received
     with pytest.raises(RuntimeError, match="the model is detached while gradients of 3 module"):
         front.detach()
-    model.zero_grad()
+    (model if drops == "model" else adam(model)).zero_grad()
     getattr(model, declare)(True)
     backward(model, 1)
     found = [p.grad.full_tensor() for p in model.parameters()]

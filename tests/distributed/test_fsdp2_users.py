@@ -73,6 +73,29 @@ def test_steps_that_differ_keep_what_they_have_saved() -> None:
     assert 0 < short < 0.6 * whole and 0 < frozen < 0.95 * whole
 
 
+@pytest.mark.parametrize("scheme", ["eden4", "lossless"])
+@on_ranks(4)
+def test_what_is_received_and_saved_adds_up_to_full_precision(scheme: str) -> None:
+    """With other micro-steps in every step, and with weights of which all bits change. But for
+    padding, and what FSDP2 does not gather again in backward.
+    """
+    totals = []
+    for name in ("full_precision", scheme):
+        model = sharded(new_model(), mp_policy=BF16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        block = {"scheme": name, "node_size": 2, "min_numel": 0}
+        fsdp2.attach(model, block, optimizer=optimizer)
+        for micro_steps in (1, 2, 1, 3):
+            train(model, optimizer, steps=1, micro_steps=micro_steps)
+        report = ds_quant.report(model)
+        received, saved = (
+            report[key]["weights"]["inter"] for key in ("received_bytes", "saved_bytes")
+        )
+        totals.append(received + saved)
+    expected, found = totals
+    assert found == pytest.approx(expected, rel=0.03)
+
+
 @on_ranks(4)
 def test_a_block_that_leaves_all_parameters_out_says_so_and_advises_nothing() -> None:
     lines = logged()

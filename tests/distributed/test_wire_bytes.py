@@ -209,7 +209,9 @@ def test_the_counters_see_all_that_moves_but_scalars(stage: int, world: int) -> 
 # ---- saved bytes ----
 
 
-@pytest.mark.parametrize(("stage", "scheme"), [(1, "eden4"), (2, "qsdp"), (3, "eden4")])
+@pytest.mark.parametrize(
+    ("stage", "scheme"), [(1, "eden4"), (2, "qsdp"), (2, "lossless"), (3, "eden4"), (3, "lossless")]
+)
 @on_ranks()
 def test_what_is_received_and_saved_adds_up_to_full_precision(stage: int, scheme: str) -> None:
     """Also beside exact gathers between steps, which full precision does not need."""

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ds_quant.comm.reduction_plan import presumed_pace
-from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.traffic import LosslessDifferences, Traffic
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import in_words
+from ds_quant.policy.cost import LOSSLESS_BITS
 from ds_quant.runtime import run as run_module
 from ds_quant.runtime.run import Run, SchemeState, StockVolume
 from ds_quant.runtime.savings import Savings
@@ -107,15 +108,35 @@ def test_a_settled_step_keeps_its_savings_when_others_are_priced_otherwise() -> 
     for step, factor in enumerate((4, 2, 4)):
         traffic.count("gradients", intra=10, inter=0)
         stock = {role: {"intra": 10.0 * factor, "inter": 5.0} for role in own}
-        savings.settle(factor, lambda stock=stock: (own, stock))
+        savings.settle(savings.ratios(factor, lambda stock=stock: (own, stock)))
         expected = [30, 40, 70][step]
         assert savings.total(own, own)["gradients"] == {"intra": expected, "inter": 0}
     savings.forget_prices()
     traffic.count("gradients", intra=10, inter=0)
-    savings.settle(4, lambda: (own, own))
+    savings.settle(savings.ratios(4, lambda: (own, own)))
     with traffic.adding():
         traffic.count("gradients", intra=7, inter=3)
     assert savings.total(own, own)["gradients"] == {"intra": 63, "inter": -3}
+
+
+def test_lossless_weights_save_what_full_precision_receives_besides() -> None:
+    """However long they are: here twice as long as the formula expects."""
+    traffic = Traffic()
+    savings = Savings(traffic)
+    by_formula = 8000 * LOSSLESS_BITS / 8
+    nbytes = int(2 * by_formula)
+    expected = {role: {"intra": 0.0, "inter": by_formula} for role in traffic.received}
+    stock = {role: {"intra": 0.0, "inter": 16000.0} for role in traffic.received}
+    counted = LosslessDifferences(
+        numel=12_000,
+        received_numel={"intra": 0, "inter": 8000},
+        received={"intra": 0, "inter": nbytes},
+    )
+    for is_exact in (False, True):
+        traffic.is_exact = is_exact
+        traffic.count_lossless(counted)
+        traffic.count("weights", intra=0, inter=nbytes)
+    assert savings.total(expected, stock)["weights"]["inter"] == pytest.approx(16000 - nbytes)
 
 
 # ---- the start-up lines ----

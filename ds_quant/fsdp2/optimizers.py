@@ -141,8 +141,9 @@ class OptimizerSteps:
 
     def _makes_state(self, optimizer: Optimizer) -> bool:
         """Return True if this step only makes the optimizer's state."""
-        if any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
-            return False
+        for group in optimizer.param_groups:
+            if float(group.get("lr", 1.0)) != 0:
+                return False
         return not self._has_reduced or bool(self._front.waiting_modules())
 
     def before_zero_grad(self, optimizer: Optimizer) -> None:

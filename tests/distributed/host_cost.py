@@ -191,7 +191,7 @@ def fsdp2_cost(case: Case) -> dict[str, float]:
         block["node_size"] = case.world.ranks_per_node
     root = nn.Sequential(fully_shard(case.model(), mesh=mesh, mp_policy=bf16))
     model = fully_shard(root, mesh=mesh, mp_policy=bf16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     answer = patch.object(attaching, "handshake", return_value=case.world.ranks_per_node)
     with answer, fake_world.faked_cuda() as runner:
         front = attaching.attach(model, block, optimizer=optimizer)

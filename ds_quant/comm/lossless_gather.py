@@ -76,6 +76,31 @@ _CORRUPTED = (
 )
 
 
+def counted(
+    numel: int, lengths: np.ndarray, *, rows: dict[str, int], rows_of_lengths: dict[str, int]
+) -> LosslessDifferences:
+    """Return the counters of a gather.
+
+    Args:
+        numel: weights of one rank, in all messages.
+        lengths: of the messages, (ranks, messages) int64.
+        rows: of each message that this rank receives, by link.
+        rows_of_lengths: of the lengths.
+    """
+    ranks, messages = lengths.shape
+    moved = int(lengths.max(axis=0).sum())
+    received = {}
+    for link, count in rows.items():
+        received[link] = count * moved + rows_of_lengths[link] * messages * lengths.itemsize
+    return LosslessDifferences(
+        numel=ranks * numel,
+        used=int(lengths.sum()),
+        moved=ranks * moved,
+        received_numel={link: count * numel for link, count in rows.items()},
+        received=received,
+    )
+
+
 class LosslessGather:
     """The messages of one optimizer step; every rank has equally many, in the same order.
 
@@ -112,7 +137,14 @@ class LosslessGather:
                 )
         self._lengths = self._agree(own_lengths)
         self._check()
-        self._count(messages, traffic)
+        traffic.count_lossless(
+            counted(
+                sum([message.numel for message in messages]),
+                self._lengths,
+                rows=transport.rows_of_gather(),
+                rows_of_lengths=communicator.rows_of_gather(),
+            )
+        )
         self._measure(messages)
 
     def _agree(self, own: Tensor) -> np.ndarray:
@@ -140,28 +172,6 @@ class LosslessGather:
                 f"{lengths[rank, index]} bytes of weights: allowed here are multiples of "
                 f"{ALIGNMENT} up to {longest[index]}{_CORRUPTED}"
             )
-
-    def _count(self, messages: Sequence[LosslessMessage], traffic: Traffic) -> None:
-        ranks = self._communicator.size
-        numel = sum([message.numel for message in messages])
-        moved = int(self._lengths.max(axis=0).sum())
-        rows, rows_of_lengths = (
-            self._transport.rows_of_gather(),
-            self._communicator.rows_of_gather(),
-        )
-        nbytes_of_lengths = self._lengths.itemsize * len(messages)
-        received = {}
-        for link, count in rows.items():
-            received[link] = count * moved + rows_of_lengths[link] * nbytes_of_lengths
-        traffic.count_lossless(
-            LosslessDifferences(
-                numel=ranks * numel,
-                used=int(self._lengths.sum()),
-                moved=ranks * moved,
-                received_numel={link: count * numel for link, count in rows.items()},
-                received=received,
-            )
-        )
 
     def _measure(self, messages: Sequence[LosslessMessage]) -> None:
         """In a sampled step, note this rank's messages: their lengths are known only now."""

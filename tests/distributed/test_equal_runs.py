@@ -221,7 +221,7 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
         "zero": {"reduce_bucket_size": 70_000}, "quick": (),
     },
     "overlap, one bucket": {"zero": {"reduce_bucket_size": 10**9}, "quick": ()},
-    CAST_BY_DEEPSPEED: {"top": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    CAST_BY_DEEPSPEED: {"top": {"data_types": {"grad_accum_dtype": "fp32"}}, "quick": ()},
     "overlap, shared parameter": {"model": Tied, "quick": ()},
     "overlap, offload": {
         "zero": {**CPU, "offload_param": OFFLOAD}, "top": TORCH_ADAM, "accumulation": 2,
@@ -239,7 +239,11 @@ for hops, block in (("two hops", SDP4BIT), ("one hop", QSDP), ("one hop, exact o
             "accumulation": 3,
             "quick": (),
         },
-        f"overlap, {hops}, a bucket each": {**how, "zero": {"reduce_bucket_size": 1}},
+        f"overlap, {hops}, a bucket each": {
+            **how,
+            "zero": {"reduce_bucket_size": 1},
+            "quick": (),
+        },
         f"overlap, {hops}, backward in phases": {**how, "model": Phases},
     }
 for title, how in OVERLAPPED.items():
@@ -264,7 +268,8 @@ for model, ahead in product((Regression, Detour), AHEAD):
             f"spread, {model.__name__}, {ahead}, {world // node_size} x {node_size}",
             *(Way(inside=way) for way in ways), holds=same if whole else same_weights,
             block={**SDP4BIT, **ALONE, "node_size": node_size}, world=world, steps=4,
-            quick=(3,) if world == 3 else (), stages=(3,), model=model, zero=AHEAD[ahead],
+            quick=(3,) if world == 3 and whole else (), stages=(3,), model=model,
+            zero=AHEAD[ahead],
         )  # fmt: skip
 
 

@@ -795,7 +795,10 @@ OPTIMIZERS: dict[str, tuple[Program, Callable[[Any], Any], int]] = {
     ("scheme", "names"),
     thinned(
         [(scheme, tuple(OPTIMIZERS)) for scheme in ("full_precision", *COPIES)]
-        + [("hybrid", tuple(OPTIMIZERS)[:5]), ("eden4", ("two in turns", "none of torch's"))],
+        + [
+            ("hybrid", ("made anew", "the last one steps first", "one per parameter in backward")),
+            ("eden4", ("two in turns", "none of torch's")),
+        ],
         lambda scheme, names: len(names) < len(OPTIMIZERS),
     ),
 )

@@ -120,6 +120,10 @@ def test_a_mistake_in_the_config_is_told_once_without_a_traceback() -> None:
     assert first.count("\n") == 1 and second == SHORT
 
 
+# Both fronts share the handshake: make test runs one of them.
+QUICK_FRONTS = thinned(["fsdp2", "ddp"], lambda front: front == "ddp")
+
+
 def told_of_attach(front: str, blocks: list[Any]) -> str:
     """Return the output of this rank for its block; for None, for a model that is refused."""
     sys.excepthook = sys.__excepthook__  # as without DeepSpeed
@@ -188,7 +192,7 @@ def test_a_wrong_argument_of_attach_is_told_once(front: str, mistake: str, said:
     assert first.count("\n") == 1 and second == SHORT
 
 
-@pytest.mark.parametrize("front", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("front", QUICK_FRONTS)
 def test_another_block_on_one_rank_in_a_second_call_ends_all_ranks(front: str) -> None:
     first, second = run(told_of_arguments, 2, front, "another block on one rank")
     assert first.startswith("StartError: quantized_comm: rank 1 stopped: AttachError: ")
@@ -197,8 +201,6 @@ def test_another_block_on_one_rank_in_a_second_call_ends_all_ranks(front: str) -
         assert "another block: quantized_comm.seed=1 (in the first call: 0)" in printed
 
 
-# Both fronts share the handshake: make test runs one of them.
-QUICK_FRONTS = thinned(["fsdp2", "ddp"], lambda front: front == "ddp")
 PATIENT = {**QSDP, "handshake_timeout": 600.0}  # longer than a test may take
 
 

@@ -18,7 +18,7 @@ import torch
 from ds_quant.codec.bound import BoundCodec, Rotation, decode, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm import traffic as meter_module
-from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
+from ds_quant.comm.lossless_gather import counted
 from ds_quant.comm.traffic import Meter, Tally, Traffic, normalised
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.runtime import log
@@ -232,13 +232,16 @@ def test_a_record_begins_on_a_line_of_its_own_after_a_torn_one(
 
 
 def test_lossless_differences_move_as_many_bytes_as_the_longest_message_of_each() -> None:
-    outbox, traffic = object.__new__(LosslessGather), Traffic()
-    outbox._communicator, outbox._lengths = SimpleNamespace(size=2), np.array([[16, 32], [48, 16]])
-    outbox._count(
-        [LosslessMessage(numel=70, values=list), LosslessMessage(numel=80, values=list)], traffic
+    """And receive the lengths, 8 bytes each, over links of their own."""
+    found = counted(
+        150,
+        np.array([[16, 32], [48, 16]]),
+        rows={"intra": 0, "inter": 1},
+        rows_of_lengths={"intra": 1, "inter": 0},
     )
-    found = traffic.lossless
     assert (found.numel, found.used, found.moved) == (300, 112, 2 * (48 + 32))
+    assert found.received_numel == {"intra": 0, "inter": 150}
+    assert found.received == {"intra": 2 * 8, "inter": 48 + 32}
 
 
 def test_every_count_has_its_own_name(job: Job) -> None:

@@ -185,9 +185,12 @@ def _register() -> None:
     """
     if not _registered:
         # A compiled step runs its hooks: they must not be compiled with it.
-        _registered.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before)))
-        _registered.append(register_optimizer_step_post_hook(torch.compiler.disable(_after)))
-        Optimizer.zero_grad = _dropping_first(Optimizer.zero_grad)  # type: ignore[method-assign]
+        disable = torch.compiler.disable
+        _registered.append(register_optimizer_step_pre_hook(disable(_before)))
+        _registered.append(register_optimizer_step_post_hook(disable(_after)))
+        Optimizer.zero_grad = disable(  # type: ignore[method-assign]
+            _dropping_first(Optimizer.zero_grad)
+        )
 
 
 def _dropping_first(zero_grad: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import GradientSpec, Segment
 from ds_quant.fsdp2.sharded_module import ShardedModule
+from ds_quant.fsdp2.watched_gradients import WatchedGradients
 from ds_quant.runtime.partial_sums import PartialSumsMemory
 from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.runtime.run import Level, Run
@@ -19,6 +20,7 @@ class Context:
 
     before_gather: runs before a module is gathered.
     after_reduction: runs after a reduction of gradients has begun.
+    watched: gradients that are searched for NaN and Inf; None if nothing asks for it.
     weights_version: the step, and the number of exchanges of weights in it. Codecs are bound anew
         when it grows.
     partial_sums: their memory, freed by the last backward of a step or by ``discard_gradients``.
@@ -28,6 +30,7 @@ class Context:
     run: Run
     before_gather: Callable[[ShardedModule], None]
     after_reduction: Callable[[], None]
+    watched: WatchedGradients | None = None
     weights_version: tuple[int, int] = (0, 0)
     partial_sums: PartialSumsMemory = field(default_factory=PartialSumsMemory)
     _gradient_sums: PlanCache[

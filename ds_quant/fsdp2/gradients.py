@@ -223,9 +223,9 @@ class QuantizedReduceScatter(ReduceScatter):
         while self._partial_sums:
             _, other_sums = self._partial_sums.popitem()
             self._add(other_sums, begun.plan, row)
-        flags = self._run.finite_flags
-        if flags is not None:
-            flags += [(self._sharded.title, flag) for flag in begun.plan.rows.finite_flags(row)]
+        watched = self._context.watched
+        if watched is not None:
+            watched.note(self._sharded.title, begun.plan.rows, row)
 
     # ---- events of a step ----
 

@@ -28,6 +28,7 @@ from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.prices import line_parts_of, sizes_of, workload_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, run_of
 from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
+from ds_quant.fsdp2.watched_gradients import WatchedGradients
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.scheme import Scheme
@@ -112,10 +113,12 @@ class AttachedModel:
         self._modules = modules
         self._forwards = Forwards(self.run)
         self._optimizers = OptimizerSteps(self)
+        flags = self.run.finite_flags
         self.context = Context(
             run=self.run,
             before_gather=self._before_gather,
             after_reduction=self._after_reduction,
+            watched=None if flags is None else WatchedGradients(flags),
         )
         self.copies: NodeCopies | None = None
         node_shards: dict[ShardedModule, NodeShard] = {}
@@ -264,7 +267,8 @@ class AttachedModel:
         is_new: False if an optimizer step goes on that was counted already.
         """
         self._check_messages()
-        self.events.found_nonfinite = False
+        if self.context.watched is not None:
+            self.context.watched.clear()
         if is_new:
             self.step += 1
             self._forwards.after_step()
@@ -301,13 +305,6 @@ class AttachedModel:
     def _after_reduction(self) -> None:
         self.events.gradients_changed()
         self._optimizers.after_reduction()
-        if self.events.found_nonfinite and not self._has_gradients():
-            self.events.found_nonfinite = False
-
-    def _has_gradients(self) -> bool:
-        """Return True if a parameter has a gradient, on this rank as on all others."""
-        members = (member for sharded, _, _ in self.served for member in sharded.members)
-        return any(member.sharded_param.grad is not None for member in members)
 
     def found_nonfinite(self) -> bool:
         """Return True on all ranks if gradients of this step hold NaN or Inf on any rank.
@@ -322,14 +319,17 @@ class AttachedModel:
             FloatingPointError: on all ranks, with ``fallback.on_nonfinite="raise"``.
         """
         fallback = self.events.watched_gradients()
-        if self.events.found_nonfinite or fallback.has_voted:
-            return self.events.found_nonfinite
-        self.events.found_nonfinite = fallback.vote()
-        if self.events.found_nonfinite:
+        watched = self.context.watched
+        assert watched is not None
+        if watched.hold_nonfinite or fallback.has_voted:
+            return watched.hold_nonfinite
+        found = fallback.vote()
+        if found:
+            watched.hold(self._optimizers.held_parameters())
             fallback.after_step(skipped=True)
             self.run.begin_step()  # the step is repeated, perhaps in full precision
             self._bind_anew()
-        return self.events.found_nonfinite
+        return found
 
     def _bind_anew(self) -> None:
         """Let the next gathers bind the codecs of the weights to the step as it is now."""
@@ -359,12 +359,24 @@ class AttachedModel:
 
         parameters: ids of parameters, None for all.
         """
-        if self.run.finite_flags is not None:
-            self.run.finite_flags.clear()
-            self.events.found_nonfinite = False
+        if self.context.watched is not None:
+            self.context.watched.drop(parameters)
             self.events.gradients_changed()
         for _, _, reduction in self.served:
             reduction.discard(parameters)
+        if self._optimizers.has_reduced and self._covers_trained(parameters):
+            self._optimizers.has_reduced = False
+
+    def _covers_trained(self, parameters: Collection[int] | None) -> bool:
+        """Return True if no trained parameter is missing from ``parameters``."""
+        if parameters is None:
+            return True
+        for sharded, _, _ in self.served:
+            for member in sharded.members:
+                parameter = member.sharded_param
+                if parameter.requires_grad and id(parameter) not in parameters:
+                    return False
+        return True
 
     def _own_values(self) -> Iterator[tuple[Param, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard as it is sent, and the ranks that share it."""

@@ -55,14 +55,18 @@ class Followed(Protocol):
 
 
 class OptimizerSteps:
-    """The optimizer steps of one model: see [Note: one optimizer step]."""
+    """The optimizer steps of one model: see [Note: one optimizer step].
+
+    has_reduced: gradients were reduced since the last step of any optimizer, and not all of them
+        are dropped.
+    """
 
     def __init__(self, front: Followed) -> None:
         self._front = front
         self._ids: set[int] = set()  # of the model's parameters, when last looked up
         self._known: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()  # in this optimizer step
-        self._has_reduced = False  # gradients, since the last step of any optimizer
+        self.has_reduced = False
         self._is_new = False  # an optimizer step has begun that is not counted
         self._is_pending = False  # weights have moved and are not sent
         self._undo: list[Undo] = []
@@ -79,7 +83,7 @@ class OptimizerSteps:
 
     def after_reduction(self) -> None:
         """Note that gradients were reduced."""
-        self._has_reduced = True
+        self.has_reduced = True
 
     def before_forward(self) -> None:
         """End an optimizer step that not all optimizers have taken part in."""
@@ -109,10 +113,10 @@ class OptimizerSteps:
         if not self._holds_parameters(optimizer) or self._makes_state(optimizer):
             return
         self._know(optimizer)
-        if self._has_reduced or optimizer in self._stepped or not self._stepped:
+        if self.has_reduced or optimizer in self._stepped or not self._stepped:
             self._stepped = WeakSet()
             self._is_new = True
-        self._has_reduced = False
+        self.has_reduced = False
         self._stepped.add(optimizer)
         self._is_pending = True
         if not torch_names.in_backward() and set(self._known) <= set(self._stepped):
@@ -141,10 +145,17 @@ class OptimizerSteps:
 
     def _makes_state(self, optimizer: Optimizer) -> bool:
         """Return True if this step only makes the optimizer's state."""
-        for group in optimizer.param_groups:
-            if float(group.get("lr", 1.0)) != 0:
-                return False
-        return not self._has_reduced or bool(self._front.waiting_modules())
+        rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+        # A rate in a tensor may be on a device, whose value is waited for.
+        if any([rate is None or (not isinstance(rate, Tensor) and rate != 0) for rate in rates]):
+            return False
+        if self.has_reduced and not self._front.waiting_modules():
+            return False
+        return all([float(rate) == 0 for rate in rates])
+
+    def held_parameters(self) -> set[int]:
+        """Return the ids of the parameters of all optimizers that are known."""
+        return {id(p) for optimizer in self._known for p in parameters_of(optimizer)}
 
     def before_zero_grad(self, optimizer: Optimizer) -> None:
         """Run before ``optimizer`` drops its gradients."""

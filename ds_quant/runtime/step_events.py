@@ -18,14 +18,10 @@ from ds_quant.runtime.telemetry import StepTelemetry
 
 
 class StepEvents:
-    """Called by a front around its steps. Does nothing until ``begin``.
-
-    found_nonfinite: NaN or Inf was found in gradients that are still there.
-    """
+    """Called by a front around its steps. Does nothing until ``begin``."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.found_nonfinite = False
         self._fallback: Fallback | None = None
         self._telemetry: StepTelemetry | None = None
 

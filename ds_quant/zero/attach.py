@@ -487,7 +487,8 @@ def report(engine: Any) -> dict[str, Any] | None:
             received per node.
         saved_bytes[role][link]: received besides in full precision, by formula; nothing of steps
             in full precision, and nothing of forwards that send no weights because nodes keep them,
-            such as those of an evaluation.
+            such as those of an evaluation. The formula gathers weights under FSDP2 twice in a
+            micro-step, also where ``reshard_after_forward=False`` keeps them for the backward.
         collectives[role]: number of messages.
         not_counted: roles that received_bytes and collectives leave out, because DeepSpeed sends
             them itself.

@@ -561,14 +561,17 @@ def test_an_optimizer_steps_where_an_accumulation_was_just_given_up() -> None:
     assert_near(played(program, EXACT, optimizer=sgd), played(program, None, optimizer=sgd))
 
 
+@pytest.mark.parametrize(("is_last", "drop"), [(False, _none), (True, _model_zero_grad)])
 @on_ranks(4)
-def test_a_first_checkpoint_is_written_where_an_accumulation_was_just_given_up() -> None:
+def test_a_first_checkpoint_is_written_where_gradients_were_just_dropped(
+    is_last: bool, drop: Callable[[Run], None]
+) -> None:
     """torch gives every parameter a gradient of zeros and steps the optimizer to make its state."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     def program(run: Run) -> None:
-        run.backward(1, last=False, factor=1000.0)
-        _none(run)
+        run.backward(1, last=is_last, factor=1000.0)
+        drop(run)
         get_state_dict(run.model, run.optimizer)
         assert run.front is None or run.front.step == 0
         run.step(2)

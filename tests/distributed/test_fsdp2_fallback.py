@@ -98,6 +98,84 @@ def test_the_answer_stays_until_there_are_other_gradients(drop: Callable[..., No
     assert figures["nonfinite_steps"] == 1 and figures["exact_steps"] == 2
 
 
+def _of_halves(model: Any) -> list[torch.optim.Optimizer]:
+    lower = [*model.first.parameters(), *model.second.parameters()]
+    upper = [*model.third.parameters(), *model.head.parameters()]
+    return [torch.optim.SGD(part, lr=0.1) for part in (lower, upper)]
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+@on_ranks(4)
+def test_an_optimizer_that_drops_its_gradients_hides_no_nan_of_another(
+    is_asked_first: bool,
+) -> None:
+    model = sharded()
+    lower, upper = _of_halves(model)
+    block = {**BLOCK, "fallback": {"on_nonfinite": "full_precision", "steps": 2}}
+    front = fsdp2.attach(model, block, optimizer=[lower, upper])
+    backward(model, 0, spoilt=True)
+    assert not is_asked_first or front.found_nonfinite()
+    upper.zero_grad()
+    assert front.found_nonfinite()
+    model.first.zero_grad()
+    assert front.found_nonfinite()
+    lower.zero_grad()
+    assert not front.found_nonfinite()
+    assert ds_quant.report(model)["nonfinite_steps"] == 1
+
+
+@on_ranks(4)
+def test_an_optimizer_that_drops_its_gradients_hides_no_nan_that_ends_the_run() -> None:
+    model = sharded()
+    lower, upper = _of_halves(model)
+    block = {**BLOCK, "fallback": {"on_nonfinite": "raise"}}
+    fsdp2.attach(model, block, optimizer=[lower, upper])
+    backward(model, 0, spoilt=True)
+    upper.zero_grad()
+    with pytest.raises(FloatingPointError, match="step 0: NaN or Inf in the gradient of"):
+        lower.step()
+
+
+@on_ranks(4)
+def test_gradients_that_no_optimizer_uses_skip_no_later_step() -> None:
+    """Nobody drops them: a loop that waited for that would take no step any more."""
+    model = sharded()
+    lower, _ = _of_halves(model)
+    block = {**BLOCK, "fallback": {"on_nonfinite": "full_precision", "steps": 2}}
+    front = fsdp2.attach(model, block, optimizer=lower)
+    found = []
+    for step in range(4):
+        backward(model, step, spoilt=step == 1)
+        found.append(front.found_nonfinite())
+        if not found[-1]:
+            lower.step()
+        lower.zero_grad()
+    assert found == [False, True, False, False]
+
+
+@on_ranks(2)
+def test_a_loop_that_asks_after_every_backward_goes_on_after_an_accumulation_with_nan() -> None:
+    """It gives the accumulation up by writing None, and its first backward reduces nothing."""
+    model = sharded()
+    optimizer = sgd(model)
+    block = {**BLOCK, "fallback": {"on_nonfinite": "full_precision", "steps": 2}}
+    front = fsdp2.attach(model, {**block, "node_size": 1}, optimizer=optimizer)
+    taken = []
+    for step in range(5):
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            backward(model, step, spoilt=step == 1 and is_last)
+            if front.found_nonfinite():
+                _set_to_none(model, optimizer)
+                assert not front.found_nonfinite()
+                break
+        else:
+            taken.append(step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert taken == [0, 2, 3, 4]
+
+
 @on_ranks(4)
 def test_a_step_with_inf_ends_all_ranks_if_asked_to() -> None:
     model = sharded()

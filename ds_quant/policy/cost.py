@@ -21,7 +21,7 @@ which is the maximum given beside it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -220,6 +220,11 @@ class _Totals:
     full_precision: float = 0
     memory: int = 0
 
+    def add(self, other: _Totals, times: int) -> None:
+        """Add the totals of parameters that occur ``times`` times."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + times * value)
+
 
 def comm_volume(
     scheme: Scheme,
@@ -252,15 +257,17 @@ def comm_volume(
     )
     totals = _Totals()
     kept: Counter[str] = Counter()
-    for spec in param_specs:
+    for spec, count in _counted_alike(scheme, param_specs):
         if stage < 3 and not spec.trainable:
             continue
         reason = _kept_reason(routes, spec)
         if reason is not None:
-            kept[reason] += 1
+            kept[reason] += count
         elif spec.needs_full_gradient:
-            kept["Muon gradients on several ranks"] += 1
-        _add_param(totals, routes, spec, gradient_dtype)
+            kept["Muon gradients on several ranks"] += count
+        of_one = _Totals()
+        _add_param(of_one, routes, spec, gradient_dtype)
+        totals.add(of_one, count)
     numel = max(1, totals.numel)
     sent = totals.weights + totals.gradients + totals.summed + totals.boundary
     partial_sums = 0.0
@@ -284,6 +291,21 @@ def comm_volume(
         trained=totals.trained_numel / numel if totals.numel else 1.0,
         weights_most=totals.weights_most / numel,
     )
+
+
+def _counted_alike(scheme: Scheme, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, int]]:
+    """Yield one of the parameters whose messages are alike, and their number.
+
+    A model has thousands of parameters and a dozen shapes.
+    """
+    first: dict[tuple[object, ...], ParamSpec] = {}
+    counts: Counter[tuple[object, ...]] = Counter()
+    for spec in specs:
+        key = (*spec._replace(name=""), scheme.excludes(spec.name))
+        first.setdefault(key, spec)
+        counts[key] += 1
+    for alike, spec in first.items():
+        yield spec, counts[alike]
 
 
 def _add_param(

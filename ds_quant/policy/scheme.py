@@ -131,9 +131,13 @@ class Scheme:
             return "1-D"
         if math.prod(shape) < self.block.min_numel:
             return "small"
-        if any(matches(name, pattern) for pattern in self.block.exclude):
+        if self.excludes(name):
             return "excluded"
         return None
+
+    def excludes(self, name: str) -> bool:
+        """Return True if the block leaves out the parameter of this name."""
+        return any(matches(name, pattern) for pattern in self.block.exclude)
 
 
 def _codec(role: WeightsConfig | GradientsConfig) -> Codec | None:

@@ -34,7 +34,7 @@ from tests.thin import thinned
 
 WIDTH = 32
 LAYERS = 3
-STEPS = 3
+STEPS = 2
 FLOAT32_SUMS = {"reduce_dtype": torch.float32}
 ALLOWED = {"allow_full_replica": True}
 SAMPLED = {"metrics": {"interval": 2, "file": "metrics"}}
@@ -164,7 +164,7 @@ def _model(case: Case, ranks: fake_world.World) -> Any:
 
 
 def trained(case: Case) -> Any:
-    """Return the device after three optimizer steps."""
+    """Return the device after two optimizer steps."""
     ranks = fake_world.World.parse(case.world)
     fake_world.join(ranks)
     from tests.distributed.device_model import Model
@@ -198,7 +198,7 @@ def trained(case: Case) -> Any:
 
 
 def faults(case: Case) -> list[str]:
-    """Return the faults of three optimizer steps."""
+    """Return the faults of two optimizer steps."""
     return sorted(set(trained(case).faults))
 
 

@@ -93,7 +93,7 @@ def started(configs: list[dict[str, Any]]) -> tuple[str, float]:
 
 @pytest.mark.parametrize(
     ("stage", "absent"),
-    thinned(product([2, 3], [[0], [1], [0, 2]]), lambda *case: case in ((2, [0, 2]), (3, [0]))),
+    thinned(product([2, 3], [[0], [1], [0, 2]]), lambda *case: case == (2, [0, 2])),
 )
 def test_ranks_without_the_plugin_are_named_within_the_timeout(
     stage: int, absent: list[int]

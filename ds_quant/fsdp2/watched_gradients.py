@@ -45,10 +45,13 @@ class WatchedGradients:
         self._flags += [(title, flag) for flag in rows.finite_flags(row)]
 
     def hold(self, parameters: Collection[int]) -> None:
-        """Remember that NaN or Inf was found. parameters: ids of those that optimizers hold."""
+        """Remember that NaN or Inf was found.
+
+        parameters: ids of those that optimizers hold; none if no optimizer is left.
+        """
         for members in self._reduced.values():
             for parameter, member in members.items():
-                if parameter in parameters:
+                if parameter in parameters or not parameters:
                     self._found[parameter] = member
 
     @property

@@ -76,7 +76,7 @@ _CORRUPTED = (
 )
 
 
-def counted(
+def counters_of_gather(
     numel: int, lengths: np.ndarray, *, rows: dict[str, int], rows_of_lengths: dict[str, int]
 ) -> LosslessDifferences:
     """Return the counters of a gather.
@@ -138,7 +138,7 @@ class LosslessGather:
         self._lengths = self._agree(own_lengths)
         self._check()
         traffic.count_lossless(
-            counted(
+            counters_of_gather(
                 sum([message.numel for message in messages]),
                 self._lengths,
                 rows=transport.rows_of_gather(),

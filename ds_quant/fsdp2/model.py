@@ -321,11 +321,11 @@ class AttachedModel:
         fallback = self.events.watched_gradients()
         watched = self.context.watched
         assert watched is not None
-        if watched.hold_nonfinite or fallback.has_voted:
-            return watched.hold_nonfinite
+        if watched.found_nonfinite or fallback.has_voted:
+            return watched.found_nonfinite
         found = fallback.vote()
         if found:
-            watched.hold(self._optimizers.held_parameters())
+            watched.note_nonfinite(self._optimizers.held_parameters())
             fallback.after_step(skipped=True)
             self.run.begin_step()  # the step is repeated, perhaps in full precision
             self._bind_anew()

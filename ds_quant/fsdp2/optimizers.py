@@ -8,8 +8,8 @@ steps to all attached models, and a model takes those of optimizers that hold it
 gradients between them, make up one optimizer step. It ends when all optimizers that have ever
 stepped have done so, and then the new weights are sent; or with the next forward, if some have not
 stepped this time. torch's ``get_state_dict`` and ``set_state_dict`` step a new optimizer with a
-learning rate of 0 to make its state. Such a step is none: no gradients were reduced before it, or
-they wait for the last backward, as in an accumulation that was given up.
+learning rate of 0 to make its state. Such a step is not counted: no gradients were reduced before
+it, or all of them were dropped, or they wait for the last backward.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class OptimizerSteps:
     def _makes_state(self, optimizer: Optimizer) -> bool:
         """Return True if this step only makes the optimizer's state."""
         rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
-        # A rate in a tensor may be on a device, whose value is waited for.
+        # Reading a rate that is a tensor on a device would wait for the device.
         if any([rate is None or (not isinstance(rate, Tensor) and rate != 0) for rate in rates]):
             return False
         if self.has_reduced and not self._front.waiting_modules():
@@ -205,7 +205,7 @@ def _register() -> None:
 
 
 def _dropping_first(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """Return ``zero_grad`` of optimizers with what all models do before it."""
+    """Return a ``zero_grad`` that first drops the partial sums of all models."""
 
     @wraps(zero_grad)
     def drop_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

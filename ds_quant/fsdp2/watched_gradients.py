@@ -38,14 +38,14 @@ class WatchedGradients:
         if _are_dropped(self._reduced.get(title, {})):
             self._forget(title)
         if self._found:
-            written = [member.sharded_param for member in rows.members]
-            _remove(self._found, [id(param) for param in written if param.grad is None])
+            params = [member.sharded_param for member in rows.members]
+            _remove(self._found, [id(param) for param in params if param.grad is None])
         members = self._reduced.setdefault(title, {})
         members.update((id(member.sharded_param), member) for member in rows.members)
         self._flags += [(title, flag) for flag in rows.finite_flags(row)]
 
-    def hold(self, parameters: Collection[int]) -> None:
-        """Remember that NaN or Inf was found.
+    def note_nonfinite(self, parameters: Collection[int]) -> None:
+        """Note that a vote has found NaN or Inf.
 
         parameters: ids of those that optimizers hold; none if no optimizer is left.
         """
@@ -55,11 +55,9 @@ class WatchedGradients:
                     self._found[parameter] = member
 
     @property
-    def hold_nonfinite(self) -> bool:
-        """True while NaN or Inf was found and not all gradients are dropped."""
-        if _are_dropped(self._found):
-            self._found = {}
-        return bool(self._found)
+    def found_nonfinite(self) -> bool:
+        """True after NaN or Inf was found, until all gradients are dropped."""
+        return not _are_dropped(self._found)
 
     def drop(self, parameters: Collection[int] | None) -> None:
         """Forget the gradients of parameters, given by their ids; None for all."""

@@ -42,7 +42,7 @@ class StepEvents:
     # ---- a step ----
 
     def gradients_changed(self) -> None:
-        """Note that gradients were reduced or dropped: the next step votes on those there are."""
+        """Note that gradients were reduced or dropped: the next step votes again."""
         if self._fallback is not None:
             self._fallback.has_voted = False
 

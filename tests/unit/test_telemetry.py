@@ -18,7 +18,7 @@ import torch
 from ds_quant.codec.bound import BoundCodec, Rotation, decode, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm import traffic as meter_module
-from ds_quant.comm.lossless_gather import counted
+from ds_quant.comm.lossless_gather import counters_of_gather
 from ds_quant.comm.traffic import Meter, Tally, Traffic, normalised
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.runtime import log
@@ -233,7 +233,7 @@ def test_a_record_begins_on_a_line_of_its_own_after_a_torn_one(
 
 def test_lossless_differences_move_as_many_bytes_as_the_longest_message_of_each() -> None:
     """And receive the lengths, 8 bytes each, over links of their own."""
-    found = counted(
+    found = counters_of_gather(
         150,
         np.array([[16, 32], [48, 16]]),
         rows={"intra": 0, "inter": 1},

@@ -343,7 +343,11 @@ def _balanced_pieces(
     hops: Sequence[ReductionHop],
     ranks: int,
 ) -> Iterator[OwnedPiece]:
-    """Cut the shares by ``owners.plan``; small ones that follow each other are planned as one."""
+    """Cut the shares by ``owners.plan``. ``part`` of a yielded piece is the index of a share.
+
+    Small shares of one gradient and owner that follow each other are planned as one run. Small
+    gradients share a number, so a run can hold those of many parameters.
+    """
     runs: list[list[int]] = []  # of indices in shares
     ranges: list[OwnedRange] = []  # of every run
     previous = None
@@ -366,6 +370,7 @@ def _balanced_pieces(
         )
         previous = gradient_and_owner
     node_size = hops[0].communicator.size if len(hops) > 1 else None
+    # Cut the pieces of runs at the borders of shares.
     for piece in owners.plan(tuple(ranges), ranks, node_size):
         run_offset = 0
         for index in runs[piece.part]:

@@ -36,7 +36,7 @@ def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedC
     """Parse as ``schema.parse`` does, with the variable's block if the config has none.
 
     Raises:
-        ConfigError: also if the variable is neither JSON nor the path of a file.
+        ConfigError: also if the variable names no block, see ``read``.
     """
     if not is_source(param_dict):
         return schema.parse(param_dict, load_codecs=load_codecs)

@@ -243,7 +243,7 @@ class AttachedModel:
             for param in self.run.params
         ]
         params.sort(key=lambda sent: sent.stock_gradients)  # the line names their dtypes last
-        return Workload(params=[params], gathers=0.0, gather_numel=0, micro_steps=1)
+        return Workload(params=[params], gathers=[0.0], gather_numel=0, micro_steps=1)
 
     def sizes(self) -> list[Sizes]:
         """Return the sizes that decide the peak memory of a round."""

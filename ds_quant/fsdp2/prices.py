@@ -14,11 +14,11 @@ from ds_quant.runtime.start_line import LineParts
 
 def workload_of(run: Run, modules: Sequence[ShardedModule], *, micro_steps: int) -> Workload:
     """Return the communication of an optimizer step."""
-    numels = [sum(param.shape.numel() for param in sharded.params) for sharded in modules]
+    levels = [_of_level(modules, level) for level in run.levels]
     return Workload(
-        params=[_sent_params(_of_level(modules, level)) for level in run.levels],
-        gathers=2.0,  # in forward and in backward
-        gather_numel=max(numels, default=0),
+        params=[_sent_params(own) for own in levels],
+        gathers=[_gathers_of(own) for own in levels],
+        gather_numel=max((sharded.numel for sharded in modules), default=0),
         micro_steps=micro_steps,
     )
 
@@ -76,6 +76,13 @@ def line_parts_of(
 
 def _of_level(modules: Sequence[ShardedModule], level: Level) -> list[ShardedModule]:
     return [sharded for sharded in modules if sharded.level is level]
+
+
+def _gathers_of(modules: Sequence[ShardedModule]) -> float:
+    """Return the gathers of a weight in a micro-step, the mean over the weights of a level."""
+    numel = sum(sharded.numel for sharded in modules)
+    gathered = sum(sharded.gathers * sharded.numel for sharded in modules)
+    return gathered / max(1, numel)
 
 
 def _sent_params(modules: Sequence[ShardedModule]) -> list[SentParam]:

@@ -45,6 +45,7 @@ class ShardedModule:
 
     params: its parameters, in the order of a row. members: FSDP2's records of them.
     group: FSDP2's record of the module's parameters.
+    is_outermost: no other module that ``fully_shard`` was called on holds it.
     level: the ranks that share them.
     widths: elements of a padded shard, by parameter.
     lengths: elements of every rank's shard without padding, by parameter.
@@ -60,6 +61,7 @@ class ShardedModule:
     params: Sequence[Param]
     members: Sequence[FsdpParam]
     group: ParamGroup
+    is_outermost: bool
     level: Level
     widths: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
@@ -82,6 +84,18 @@ class ShardedModule:
     def reduces(self) -> bool:
         """True if the codecs take gradients of this dtype; else FSDP2 reduces them itself."""
         return self.gradient_dtype in FLOATS
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters, on all ranks together."""
+        return sum(param.shape.numel() for param in self.params)
+
+    @property
+    def gathers(self) -> int:
+        """Gathers over all its ranks in a micro-step: for forward, and again for backward."""
+        if torch_names.is_gathered_again(self.module, self.group, is_outermost=self.is_outermost):
+            return 2
+        return 1
 
     @cached_property
     def layout(self) -> RowLayout:
@@ -182,6 +196,7 @@ def sharded_modules(
     level_of: returns the ranks that share a parameter group; None: its parameters stay on one rank.
     """
     params = _Params(model)
+    outermost = set(_outermost_modules(model))
     found = []
     for name, module, group in groups_of(model):
         level = level_of(group)
@@ -197,6 +212,7 @@ def sharded_modules(
                 params=records,
                 members=members,
                 group=group,
+                is_outermost=module in outermost,
                 level=level,
                 widths=tuple([member.padded_sharded_param_size.numel() for member in members]),
                 lengths=tuple([_lengths(member, level.num_shards) for member in members]),
@@ -260,6 +276,15 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, FSDPModule, ParamGroup]]:
             if id(group) not in found:
                 found.add(id(group))
                 yield name, module, group
+
+
+def _outermost_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that ``fully_shard`` was called on and that no other of them holds."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_modules(child)
 
 
 class _Params:

@@ -117,6 +117,20 @@ def is_last_backward(module: FSDPModule) -> bool:
     return is_last
 
 
+def is_gathered_again(module: FSDPModule, group: ParamGroup, *, is_outermost: bool) -> bool:
+    """Return True if the backward gathers weights again from all ranks that share them.
+
+    is_outermost: the module can be the root of a forward. By default a root keeps its weights; its
+        first forward notes that in ``post_forward_mesh_info``.
+    """
+    state = module._get_fsdp_state()
+    if is_outermost and state._is_root is None and state._auto_reshard_after_forward:
+        return False
+    # The mesh that holds the weights after the forward: None keeps them gathered, and
+    # reshard_after_forward=int has a smaller one.
+    return group.post_forward_mesh_info == group.mesh_info
+
+
 def before_forwards(module: FSDPModule, call: Callable[[], None]) -> Callable[[], None]:
     """Run ``call`` before every forward that begins with this module, ahead of all gathers.
 

@@ -117,18 +117,23 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
 
 
 def _window(comm_volume: CommVolume, sizes: Sizes) -> float:
-    """Return the bytes of two windows of weights, under ZeRO-1/2."""
+    """Return the bytes of two windows of weights, under ZeRO-1/2.
+
+    A window takes its own size for what is received, a part in ``ranks`` of it for the own message,
+    and the share that is forwarded.
+    """
     numel = comm_volume.numel
     ranks = comm_volume.routes.ranks
     forwarded = _forwarded_share(comm_volume)
     if comm_volume.varies:
-        # All own messages are encoded at once; see [Note: lengths] of comm/lossless_gather.py.
+        # A message holds at most MOST_EXACT_NUMEL elements of each rank. The own messages of all
+        # windows are in memory: see [Note: lengths] of comm/lossless_gather.py.
         window = min(numel, sizes.window, MOST_EXACT_NUMEL * ranks)
-        messages = window * (1 + forwarded) * min(2, ceil_div(numel, window))
-        return (numel / ranks + messages) * comm_volume.weights_most
+        received_numel = window * (1 + forwarded) * min(2, ceil_div(numel, window))
+        return (numel / ranks + received_numel) * comm_volume.weights_most
     window = min(numel, sizes.window)
-    message = window * comm_volume.weights * (1 + 1 / ranks + forwarded)
-    return message * min(2, ceil_div(numel, window))
+    window_bytes = window * comm_volume.weights * (1 + 1 / ranks + forwarded)
+    return window_bytes * min(2, ceil_div(numel, window))
 
 
 def _gather(comm_volume: CommVolume, sizes: Sizes) -> float:

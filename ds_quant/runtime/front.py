@@ -61,13 +61,14 @@ class Workload:
     """The communication of an optimizer step, the same for every scheme.
 
     params: of every level of the run.
-    gathers: of every weight in a micro-step. gather_numel: elements of one gather.
+    gathers: of a weight in a micro-step, by level; the mean over its weights where they differ.
+    gather_numel: elements of one gather.
     micro_steps: of an optimizer step.
     stock_gradients: the front's library reduces all gradients itself.
     """
 
     params: Sequence[Sequence[SentParam]]
-    gathers: float
+    gathers: Sequence[float]
     gather_numel: int
     micro_steps: int
     stock_gradients: bool = False

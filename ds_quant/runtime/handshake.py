@@ -253,6 +253,7 @@ def handshake(
     ranks = range(dist.get_world_size()) if ranks is None else ranks
     rank = dist.get_rank()
     is_part = len(ranks) < dist.get_world_size()
+    # A launcher's variable counts all ranks of a host.
     launched = None if is_part else launcher_variable(len(ranks))
     store = _store_of_handshake(ranks)
     store.set(str(rank), json.dumps(_card(config, facts, device, launched)))

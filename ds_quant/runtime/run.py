@@ -466,12 +466,14 @@ class Run:
                 [sent.spec for sent in params],
                 ranks=level.topology.world,
                 node_size=level.topology.node_size,
-                gathers=workload.gathers,
+                gathers=gathers,
                 gradient_dtype=workload.gradient_dtype,
                 stock_gradients=workload.stock_gradients,
                 replicas=level.routes.replicas,
             )
-            for level, params in zip(self.levels, workload.params, strict=True)
+            for level, params, gathers in zip(
+                self.levels, workload.params, workload.gathers, strict=True
+            )
         ]
         return ModelVolume(tuple(parts))
 
@@ -500,12 +502,14 @@ class Run:
         nbytes = 0.0
         names: dict[str, None] = {}
         workload = self.workload
-        for level, params in zip(self.levels, workload.params, strict=True):
+        for level, params, gathers in zip(
+            self.levels, workload.params, workload.gathers, strict=True
+        ):
             passes = 1 if level.returning is None else 2
             for sent in params:
                 numel = sent.param.shape.numel()
                 if level.returning is None:
-                    nbytes += workload.gathers * numel * sent.dtype.itemsize
+                    nbytes += gathers * numel * sent.dtype.itemsize
                     names[_dtype_name(sent.dtype)] = None
                 if sent.trained:
                     nbytes += passes * numel * sent.gradient_dtype.itemsize

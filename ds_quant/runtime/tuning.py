@@ -90,5 +90,5 @@ def _work(run: Run) -> autotune.Work:
         dtype=dtypes[0] if dtypes else torch.float32,
         gradients=workload.gradient_dtype,
         micro_steps=workload.micro_steps,
-        gathers=workload.gathers,
+        gathers=workload.gathers[0],
     )

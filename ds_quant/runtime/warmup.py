@@ -322,13 +322,24 @@ def _warm_up_returned_sums(
     cast = CastCodec(dtype)
     block = 0 if route.rotation is None else route.rotation.block
     full_precision = GradientSpec((cast,))
+    # Every sum has one sender, so its signs are those of the stream, not OWN_SIGNS.
     quantized = GradientSpec((route.returned.codec or cast,), block, int(bool(route.flips)))
     for spec in dict.fromkeys((full_precision, quantized)):
         rotation = None
         if spec.block:
             rotation = Rotation(block=spec.block, signs=_ADDRESS if spec.flips else None)
         for numel, jobs in product(_sizes(spec.codecs), _JOBS):
-            pieces = [Piece(receivers.rank, job, numel, 0, 0, 0) for job in range(jobs)]
+            pieces = [
+                Piece(
+                    sender=receivers.rank,
+                    gradient=job,
+                    numel=numel,
+                    first=0,
+                    source=0,
+                    target=0,
+                )
+                for job in range(jobs)
+            ]
             returned = ReturnedSums(pieces, [spec] * jobs, receivers)
             messages = torch.zeros(
                 receivers.size * returned.nbytes, dtype=torch.uint8, device=device
@@ -337,6 +348,7 @@ def _warm_up_returned_sums(
             result = torch.zeros(numel, dtype=dtype, device=device)
             codecs = [spec.codecs[0]] * jobs
             _launch(run, returned.encode, [messages[: returned.nbytes], sums], codecs, rotation)
+            # The kernel reads no third buffer here.
             _launch(run, returned.decode, [messages, result, sums], codecs, rotation)
 
 

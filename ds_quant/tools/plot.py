@@ -74,7 +74,10 @@ def read(path: Path) -> list[Record]:
 
 
 def _parse(line: str) -> Record | None:
-    """Return the record of a line; None if the line is something else."""
+    """Return the record of a line: an integer ``step``, and finite numbers or nulls.
+
+    None if the line is something else.
+    """
     try:
         record = json.loads(line)
         if not isinstance(record["step"], int):

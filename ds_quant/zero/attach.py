@@ -270,7 +270,7 @@ def _attach_shards(
         if fetch.node_shard is not None and not run.scheme.lossless:
             events.after_checkpoint_event.append(fetch.node_shard.resync)
         if _reduces_gradients(front):
-            partial_gradients = _accumulate(front, events, shard_hooks.shard_buckets)
+            partial_gradients = _keep_partial_sums(front, events, shard_hooks.shard_buckets)
             _reduce_to_shards(front, events, optimizer, partial_gradients)
             events.after_backward.append(front.after_backward)
         muon.attach(run, front.engine, events)
@@ -343,7 +343,7 @@ def _attach_replica(
     muon.attach(run, front.engine, events)
     partial_gradients = None
     if _reduces_gradients(front):
-        partial_gradients = _accumulate(front, events, optimizer_hooks.owner_buckets)
+        partial_gradients = _keep_partial_sums(front, events, optimizer_hooks.owner_buckets)
         _reduce_to_owners(front, events, optimizer, partial_gradients)
         events.after_backward.append(front.after_backward)
     run.notices += optimizer_hooks.lost_gradients(
@@ -399,14 +399,17 @@ def _note_single_ranks(front: EngineFront) -> None:
         )
 
 
-def _accumulate(
+def _keep_partial_sums(
     front: EngineFront,
     events: hooks.Hooks,
     buckets_of: Callable[[Any], hooks.BucketFunctions],
 ) -> PartialGradients | None:
-    """Accumulate the sums of a node here until the last micro-step, if the scheme does so.
+    """Create the store of partial sums, and let the last micro-step reduce what is left in it.
 
-    buckets_of: returns functions that flush an optimizer's buckets and fill them with zeros.
+    buckets_of: ``shard_buckets`` or ``owner_buckets``.
+
+    Returns:
+        None if gradients cross between the nodes in every micro-step.
     """
     if not front.run.routes.gradients().keeps_partial_sums:
         return None

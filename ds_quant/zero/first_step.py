@@ -25,15 +25,17 @@ def check_first_step(front: EngineFront, events: hooks.Hooks, promised: Sequence
     Steps that DeepSpeed skips, and steps without gradients (every label masked), do not count. The
     step raises RuntimeError if DeepSpeed has not requested a promised role.
     """
-    had_gradients = "gradients" not in promised
+    counts = "gradients" not in promised  # then every step that is not skipped counts
     least_bytes = _least_bytes(front, promised)
 
-    def note_gradients() -> None:  # at the end of a backward, in DeepSpeed's buckets
-        nonlocal had_gradients
-        had_gradients |= hooks.has_gradients(events.optimizer)
+    def note_gradients() -> None:
+        # The last buckets of a backward hold gradients if it made any.
+        nonlocal counts
+        counts |= hooks.has_gradients(events.optimizer)
 
     def check(skipped: bool) -> None:
-        if skipped or not (had_gradients or "gradients" in front.requested_roles):
+        # Buckets that were full before have requested the role already.
+        if skipped or not (counts or "gradients" in front.requested_roles):
             return
         events.after_step.remove(check)
         if note_gradients in events.before_last_buckets:
@@ -51,7 +53,7 @@ def check_first_step(front: EngineFront, events: hooks.Hooks, promised: Sequence
                     "plugin, and the start-up line is wrong"
                 )
 
-    if not had_gradients:
+    if not counts:
         events.before_last_buckets.append(note_gradients)
     events.after_step.append(check)
 

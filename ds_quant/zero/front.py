@@ -125,7 +125,7 @@ class EngineFront:
             gather = self.gather_count.mean_numel
         return Workload(
             params=[params],
-            gathers=self.gathers,
+            gathers=[self.gathers],
             gather_numel=gather,
             micro_steps=engine.gradient_accumulation_steps(),
             stock_gradients=self.stock_gradients_reason is not None,

@@ -297,10 +297,12 @@ def _by_gradient(
         the codecs of every gradient, and the segments of the slices with the number of theirs.
     """
     gradient_codecs: list[GradientCodecs] = []
-    numbers: dict[tuple[int, int], int] = {}
+    # A tensor may hold many gradients, each with codecs of its own. Small ones share their codecs
+    # (``tight_if_small``), and so a number.
+    number_of: dict[tuple[int, int], int] = {}
     segments = []
     for _, codecs, segment in slices:
-        number = numbers.setdefault((id(codecs), segment.tensor), len(gradient_codecs))
+        number = number_of.setdefault((id(codecs), segment.tensor), len(gradient_codecs))
         if number == len(gradient_codecs):
             gradient_codecs.append(codecs)
         segments.append(segment._replace(gradient=number))

@@ -86,7 +86,8 @@ class MatrixGroup(NamedTuple):
 
         A bucket of at most ``bucket_size`` elements, or of one matrix, gathers gradients and
         momentum. Rounds of one matrix per rank then update it. A round gathers updates and
-        momentum, and pads all rows to its largest one, also those of ranks without a matrix.
+        momentum, and pads all rows to its largest one, also those of ranks without a matrix. Its
+        matrices share its elements by their sizes.
         """
         counts: list[float] = []
         for bucket in self._buckets(bucket_size):

@@ -617,6 +617,7 @@ TRAINING = (
         zero=(Featured("some persistent parameters"), Featured("all parameters persistent")),
         fsdp2=(
             proven("fsdp2", "frozen_adapters_and_resharding_train_as_alone"),
+            proven("fsdp2", "a_step_is_priced_by_the_gathers_that_it_makes"),
             tries(
                 trials.kept_after_backward,
                 remark="`reshard_after_forward`, `set_reshard_after_backward`",

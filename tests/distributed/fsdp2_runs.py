@@ -67,7 +67,7 @@ class Run:
     front: of the block; None with FSDP2 alone.
     losses: of all forwards so far.
     forwards: weights that forward used, at each look.
-    held: exact weights of the model, at each look.
+    held: exact weights of the model, at each look. A trial begins with those of the start.
     """
 
     model: Any

@@ -155,11 +155,11 @@ class Trial:
         model = ON_MESHES[mesh]() if mesh else self.model()
         optimizer = self.optimizer(model)
         played = Run(model, optimizer, None)
-        played.held.append(played.weights())
+        played.held.append(played.weights())  # at the start
         with nullcontext() if scheme is None else self.inside():
             if scheme is not None:
                 block = block_of(scheme) | dict(self.block)
-                if mesh == REPLICAS:  # which are nodes
+                if mesh == REPLICAS:  # each is a node: the mesh sets the node size
                     del block["node_size"]
                 played.front = fsdp2.attach(model, block, optimizer=optimizer)
             self.loop(played)

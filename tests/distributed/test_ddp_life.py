@@ -297,7 +297,7 @@ def test_a_rank_that_does_not_attach_is_named_and_the_others_may_go_on() -> None
 
 @pytest.mark.parametrize("mistaken", [0, 1])
 @on_ranks(2)
-def test_an_error_of_one_rank_ends_all_at_once(mistaken: int) -> None:
+def test_an_error_of_one_rank_ends_the_call_of_all_without_a_wait(mistaken: int) -> None:
     model = DistributedDataParallel(Net())
     block = {**EDEN4, "handshake_timeout": 600}
     if dist.get_rank() == mistaken:
@@ -308,6 +308,7 @@ def test_an_error_of_one_rank_ends_all_at_once(mistaken: int) -> None:
             StartError, match=f"rank {mistaken} stopped: AttachError: .*Net: allowed"
         ):
             ddp.attach(model, block)
+    # The next call serves.
     front = ddp.attach(model, block)
     three_steps(Run(model, sgd(model.parameters()), front))
     assert front.step == 3

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -197,48 +197,65 @@ def ways(stage: int, scheme: str) -> list[dict[str, Run]]:
     return [dict(zip(WAYS, runs, strict=True)) for runs in ranks]
 
 
-def by_step(run: Run) -> list[tuple[float, ...]]:
-    """Bytes of gradients and weights, and whether the kill file was seen."""
-    return list(zip(run.losses[::3], run.losses[1::3], run.losses[2::3], strict=True))
+class StepBytes(NamedTuple):
+    """Bytes of one step, and 1.0 if the kill file was seen in it."""
+
+    gradients: float
+    weights: float
+    saw_file: float
+
+
+def by_step(run: Run) -> list[StepBytes]:
+    return [StepBytes(*run.losses[first : first + 3]) for first in range(0, len(run.losses), 3)]
+
+
+ANY_STEP = 2  # all steps of a run without a switch move as many bytes
 
 
 @pytest.mark.parametrize(("stage", "scheme"), thinned(CASES, quick))
 def test_full_precision_lasts_exactly_the_steps_asked_for(stage: int, scheme: str) -> None:
     ranks = ways(stage, scheme)
-    quantized, full, sent = (by_step(ranks[0][n]) for n in ("quantized", "full", "fallen back"))
+    quantized = by_step(ranks[0]["quantized"])[ANY_STEP]
+    full = by_step(ranks[0]["full"])[ANY_STEP]
+    sent = by_step(ranks[0]["fallen back"])
     for step in range(3, STEPS):
         expected = full if step in (BAD_STEP + 1, BAD_STEP + 2) else quantized
-        assert sent[step][0] == expected[2][0], step
+        assert sent[step].gradients == expected.gradients, step
     for report in (rank["fallen back"].report for rank in ranks):
         assert (report["nonfinite_steps"], report["exact_steps"]) == (1, 2)
 
 
 @pytest.mark.parametrize(("stage", "scheme"), thinned(CASES, quick))
 def test_a_kill_file_on_one_rank_switches_all_at_the_next_step(stage: int, scheme: str) -> None:
+    """The file is seen at the end of steps 2 to 4, so steps 3 to 5 are exact."""
     ranks = ways(stage, scheme)
-    quantized, full, sent = (by_step(ranks[0][n]) for n in ("quantized", "full", "killed"))
+    quantized = by_step(ranks[0]["quantized"])[ANY_STEP]
+    full = by_step(ranks[0]["full"])[ANY_STEP]
+    sent = by_step(ranks[0]["killed"])
     for step in (3, 4, 5):
-        assert sent[step][0] == full[2][0], step
+        assert sent[step].gradients == full.gradients, step
     node_shard = (stage, scheme) == (3, "sdp4bit")
     for step in (4, 5):  # ZeRO-1/2 and a node shard send weights when the step before ends
-        weights = sent[step - 1 if stage < 3 or node_shard else step][1]
+        weights = sent[step - 1 if stage < 3 or node_shard else step].weights
         if node_shard:  # fewer bytes than the gathers of full_precision
-            assert weights > quantized[2][1], step
+            assert weights > quantized.weights, step
         else:
-            assert weights == full[2][1], step
+            assert weights == full.weights, step
     for step in (6, 7):
-        assert sent[step] == quantized[2], step
+        assert sent[step] == quantized, step
     for found in (rank["killed"] for rank in ranks):
-        assert [seen for *_, seen in by_step(found)] == [False] * 2 + [True] * 3 + [False] * 3
+        seen = [step.saw_file for step in by_step(found)]
+        assert seen == [False] * 2 + [True] * 3 + [False] * 3
         assert found.report["exact_steps"] == 3
         assert "DS_QUANT_KILL_FILE watched" in found.report["line"]
 
 
 def test_a_kill_file_that_is_there_at_the_start_counts_from_the_first_step() -> None:
     for rank in ways(3, "sdp4bit"):
-        full, found = by_step(rank["full"]), by_step(rank["killed from the start"])
-        assert [sent for sent, *_ in found[:5]] == [full[2][0]] * 5
-        assert [seen for *_, seen in found[:6]] == [True] * 5 + [False]
+        full = by_step(rank["full"])[ANY_STEP]
+        found = by_step(rank["killed from the start"])
+        assert [step.gradients for step in found[:5]] == [full.gradients] * 5
+        assert [step.saw_file for step in found[:6]] == [True] * 5 + [False]
 
 
 @pytest.mark.parametrize(

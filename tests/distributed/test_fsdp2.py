@@ -199,6 +199,29 @@ def test_frozen_adapters_and_resharding_train_as_alone() -> None:
         assert losses[1] == pytest.approx(losses[0], rel=1e-5), options
 
 
+@on_ranks(4)
+def test_a_step_is_priced_by_the_gathers_that_it_makes() -> None:
+    """A root keeps its weights for the backward, if the user does not choose."""
+    for gathers, options in (
+        (1.5, {}),
+        (1, {"reshard_after_forward": False}),
+        (2, {"reshard_after_forward": True}),
+        (1, {"reshard_after_forward": 2}),  # then FSDP2 gathers again among two ranks
+    ):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        fully_shard(model[0], **options)
+        fully_shard(model, **options)
+        optimizer = adam(model)
+        front = fsdp2.attach(model, {"scheme": "full_precision"}, optimizer=optimizer)
+        run = front.run
+        assert run.workload.gathers == [gathers], options
+        train(model, optimizer, steps=3, micro_steps=2)
+        assert run.workload.gathers == [gathers], options
+        expected = run.received_by_formula(run.comm_volume())["weights"]["intra"]
+        received = front.figures()["received_bytes"]["weights"]["intra"]
+        assert received == pytest.approx(3 * expected), options
+
+
 # ---- beside ZeRO-3 ----
 
 

@@ -138,15 +138,18 @@ def told_of_attach(front: str, blocks: list[Any]) -> str:
 
 @pytest.mark.parametrize("front", ["fsdp2", "ddp"])
 def test_a_mistake_is_told_once_under_every_front(front: str) -> None:
+    # All ranks make the mistake: the first tells it.
     typo = {"gradients": {"bit": 4}, "schem": "qsdp"}
     first, second = run(told_of_attach, 2, front, [typo, typo])
     assert first.startswith("ConfigError: 2 mistakes:\n  quantized_comm.")
     assert "\n  quantized_comm.gradients.bit=4: unknown key" in first
     assert first.count("\n") == 3 and second == SHORT
+    # One rank makes it: each rank tells it in a line.
     first, second = run(told_of_attach, 2, front, [QSDP, {**QSDP, "node_size": 3}])
     sentence = "quantized_comm.node_size=3: allowed with 2 ranks: 1, 2\n"
     assert first == f"StartError: quantized_comm: rank 1 stopped: ConfigError: {sentence}"
     assert second == f"ConfigError on rank 1: {sentence}"
+    # The model of all ranks is refused.
     first, second = run(told_of_attach, 2, front, [None, None])
     assert first.startswith("AttachError: quantized_comm: ")
     assert first.count("\n") == 1 and second == SHORT

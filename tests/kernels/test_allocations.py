@@ -81,8 +81,10 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
 
 
 def span(reads: Reads, begin: int, numel: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of an allocation that all whole vectors of a row read, which begins ``begin`` bytes
-    behind that of the allocation. Vectors lie 16 or 32 bytes apart, so all have one skew.
+    """Return the first and the end of the bytes that the loads of a row's whole vectors read.
+
+    Both count from the begin of its allocation. begin: offset of the row in bytes. Vectors lie 16
+    or 32 bytes apart, so all have one skew.
     """
     count, nbytes = numel // VECTOR_NUMEL, VECTOR_NUMEL * dtype.itemsize
     if count == 0:
@@ -110,7 +112,9 @@ def test_a_load_reads_every_aligned_16_bytes_of_its_vector_and_no_others(reads: 
 
 
 def skewed_rows() -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Name, exact bytes and rows of every case of test_gpu.py that begins beside 16 bytes."""
+    """Name, exact bytes and rows of every case of test_gpu.py that begins off a multiple of 16
+    bytes.
+    """
     for index, codec in enumerate(CODECS):
         for numel, skew in large_rows(codec):
             x = torch.empty(2, numel, dtype=DTYPES[index % 3], device=META)
@@ -123,19 +127,24 @@ def skewed_rows() -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 def test_reads_of_large_rows_lie_inside_their_allocations(reads: Reads) -> None:
-    """Without rounding, all rows of 16 bits that begin beside 16 bytes are read past the end."""
-    faults = {}
+    """``room`` rounds allocations up. Those of exact size would be read past their end by rows of
+    16-bit elements that begin off a multiple of 16 bytes.
+    """
+    past_end = {}
     for name, exact, rows in skewed_rows():
         assert bytes_outside(reads, rows) == 0, name
-        faults[name] = bytes_outside(reads, rows, nbytes=exact)
+        past_end[name] = bytes_outside(reads, rows, nbytes=exact)
+    # The second row begins 2 bytes off: loads go 14 bytes past its last whole vector, and its last
+    # 3 elements fill 6 of them.
     expected = {
         f"{codec.name} {DTYPES[index % 3]} 3": 8
         for index, codec in enumerate(CODECS)
         if DTYPES[index % 3].itemsize == 2
     }
-    of_codecs = {name: n for name, n in faults.items() if n and "lossless" not in name}
+    of_codecs = {name: n for name, n in past_end.items() if n and "lossless" not in name}
     assert of_codecs == expected
-    assert {n for name, n in faults.items() if "lossless" in name} == {0, 8, 10}
+    # A row that begins 6 bytes off: 10 bytes, less 2 if an element follows its last whole vector.
+    assert {n for name, n in past_end.items() if "lossless" in name} == {0, 8, 10}
 
 
 def values_of(program: Program) -> Iterator[tuple[int, int, int]]:

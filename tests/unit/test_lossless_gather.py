@@ -97,6 +97,8 @@ def test_a_sample_reads_back_what_every_message_holds(lost: float) -> None:
 @pytest.mark.parametrize("damaged", [0, 1, 3])
 @pytest.mark.parametrize("topology", [(4, 1), (2, 2)], ids=str)
 def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damaged: int) -> None:
+    """All ranks change their old weights of one rank after encoding, and ``wait`` decodes them."""
+
     def changed(rank: SimulatedRank) -> Any:
         rows = torch.linspace(1, 2, 4 * 3000).view(4, -1).to(BF16)
         own = rows[rank.number].clone()
@@ -110,7 +112,7 @@ def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damag
     for number, found in enumerate(World(*topology).all(changed)):
         assert (found.role, found.sender) == ("weights", damaged)
         said = found.problem.format(number)
-        assert said.startswith(f"cannot be decoded on rank {number} (lossless message: wrong che")
+        assert said.startswith(f"cannot be decoded on rank {number} (lossless message: wrong ")
 
 
 def announced(rank: SimulatedRank) -> list[str]:

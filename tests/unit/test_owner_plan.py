@@ -25,16 +25,20 @@ INNER = GroupCodec(bits=8, group_size=128, range="absmax")
 
 @st.composite
 def buckets(draw: st.DrawFn) -> tuple[tuple[OwnedRange, ...], int, int | None]:
-    """Any parts, also empty ones and more ranks than elements, over one hop or two."""
-    nodes, node_size, two = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.booleans())
-    world, two = nodes * node_size, two and nodes > 1 < node_size
+    """Any parts, also empty ones and more ranks than elements, over one hop or two.
+
+    Draws the parts, the ranks, and the ranks of a node or None for one hop.
+    """
+    nodes, node_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    two_hops = draw(st.booleans()) and nodes > 1 and node_size > 1
+    world = nodes * node_size
     owners, numels = st.integers(0, world - 1), st.integers(0, 5000)
     parts = draw(
         st.lists(st.tuples(owners, numels, st.sampled_from(CODECS)), min_size=1, max_size=8)
     )
-    inner = INNER if two else None
+    inner = INNER if two_hops else None
     shapes = tuple(OwnedRange(o, n, codec, delivery_codec(codec), inner) for o, n, codec in parts)
-    return shapes, world, node_size if two else None
+    return shapes, world, node_size if two_hops else None
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)  # the machine may be busy

@@ -49,7 +49,7 @@ def test_a_config_is_read_as_deepspeed_reads_it(name: str) -> None:
     section = refusals.whole_section(config, "zero_optimization")
     offloads = {"param": zero.offload_param, "optimizer": zero.offload_optimizer}
     assert _offloads(section) == {part for part, offload in offloads.items() if offload}
-    buckets = buckets_of(section, 64, zero.stage)
+    buckets = buckets_of(section, hidden=64, stage=zero.stage)
     assert buckets.allgather == zero.allgather_bucket_size
     assert buckets.fetch.prefetch_bucket_size == zero.prefetch_bucket_size
     assert buckets.fetch.max_live_parameters == zero.max_live_parameters

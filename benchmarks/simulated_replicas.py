@@ -125,6 +125,7 @@ def _sharded(
         params=params,
         members=[SimpleNamespace(sharded_param=parameter) for parameter in parameters],
         group=cast(Any, group),
+        is_outermost=True,
         level=level,
         widths=tuple(widths),
         lengths=tuple(lengths),

@@ -254,7 +254,7 @@ def test_the_line_prices_fsdp2_alone_in_the_dtypes_that_it_sends() -> None:
         "(fp32 12.00)": MixedPrecisionPolicy(),
     }
     for alone, policy in policies.items():
-        model = sharded(mp_policy=policy)
+        model = sharded(mp_policy=policy, reshard_after_forward=True)
         front = fsdp2.attach(model, {**BLOCK, "scheme": "eden4"}, optimizer=adam(model))
         assert alone in front.line, front.line
 

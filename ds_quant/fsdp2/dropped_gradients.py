@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -21,39 +20,53 @@ class KeepsGradients(Protocol):
         """Drop the partial sums of parameters, given by their ids."""
 
 
+class FollowsOptimizers(Protocol):
+    """The optimizer steps of such a model."""
+
+    def before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Run before an optimizer drops its gradients."""
+
+
 def drop_with_module(module: nn.Module, front: KeepsGradients) -> list[Undo]:
     """Wrap ``zero_grad`` of a module, and ``reset_iter_state``, with which a loop recovers from an
     exception. Returns the functions that undo it.
     """
-    undo = [_drop_before(module, "zero_grad", module.parameters, front)]
+
+    def drop(front: KeepsGradients) -> None:
+        front.discard_gradients({id(parameter) for parameter in module.parameters()})
+
+    undo = [_run_before(module, "zero_grad", drop, front)]
     if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13
-        undo.append(_drop_before(module, "reset_iter_state", module.parameters, front))
+        undo.append(_run_before(module, "reset_iter_state", drop, front))
     return undo
 
 
-def drop_with_optimizer(
-    optimizer: Optimizer, parameters: Callable[[Optimizer], Iterable[Tensor]], front: KeepsGradients
-) -> Undo:
-    """Wrap ``zero_grad`` of an optimizer. parameters: returns those of an optimizer."""
-    return _drop_before(optimizer, "zero_grad", partial(parameters, optimizer), front)
+def drop_with_optimizer(optimizer: Optimizer, steps: FollowsOptimizers) -> Undo:
+    """Wrap ``zero_grad`` of an optimizer. Returns the function that undoes it."""
+
+    def drop(steps: FollowsOptimizers) -> None:
+        steps.before_zero_grad(optimizer)
+
+    return _run_before(optimizer, "zero_grad", drop, steps)
 
 
-def _drop_before(
-    owner: object, name: str, parameters: Callable[[], Iterable[Tensor]], front: KeepsGradients
-) -> Undo:
-    """Drop the partial sums of some parameters before a method runs.
+Target = TypeVar("Target")
 
-    Does not keep the model of ``front`` alive, which the owner may outlive. What it returns does
-    not keep the owner alive: an optimizer that the user drops frees its states.
+
+def _run_before(owner: object, name: str, drop: Callable[[Target], None], target: Target) -> Undo:
+    """Call ``drop`` with ``target`` before every call of a method, as long as ``target`` lives.
+
+    Does not keep ``target`` alive, which the owner may outlive. What it returns does not keep the
+    owner alive: an optimizer that the user drops frees its states.
     """
     original = getattr(owner, name)
-    attached = [weakref.ref(front)]  # empty once it is undone
+    attached = [weakref.ref(target)]  # empty once it is undone
 
     def drop_first(*args: Any, **kwargs: Any) -> Any:
         for reference in attached:
-            target = reference()
-            if target is not None:
-                target.discard_gradients({id(parameter) for parameter in parameters()})
+            living = reference()
+            if living is not None:
+                drop(living)
         return original(*args, **kwargs)
 
     setattr(owner, name, drop_first)

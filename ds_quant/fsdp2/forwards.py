@@ -33,6 +33,7 @@ class Forwards:
         self._is_about_to_begin = True  # nothing has been gathered in this forward
         self._gathered: set[ShardedModule] = set()  # in this forward
         self._with_gradients = 0  # since the last optimizer step
+        self.ended_by = ""  # error after which no message of this model finds its counterpart
         self._steps_vote: StepsVote | None = None  # where nothing depends on the step
         if run.scheme.weights is not None or run.scheme.gradients is not None:
             self._steps_vote = StepsVote(run.votes, run.device)
@@ -57,6 +58,31 @@ class Forwards:
         """
         if self._steps_vote is not None:
             self._steps_vote.compare(self._run.step)
+
+    def error_of(self, unequal: UnequalSteps, *, has_copies: bool) -> RuntimeError:
+        """Return the error of ranks whose optimizers have stepped alone.
+
+        has_copies: nodes keep copies of the weights, so that weights of the step are under way.
+        """
+        least, most = unequal.args
+        message = (
+            f"{KEY}: optimizers of this model have taken {least} steps on some ranks and "
+            f"{most} on others. Random bits and the nodes' copies of the weights need steps of "
+            "all ranks alike: let all ranks decide together, such as by torch.distributed."
+            "all_reduce of the flag that skips a step. "
+        )
+        if not has_copies:
+            return RuntimeError(f"{message}Call front.load_state_dict on all ranks")
+        self.ended_by = (
+            f"{message}Resume from a checkpoint in new processes: weights are under way to "
+            "ranks that do not expect them"
+        )
+        return RuntimeError(self.ended_by)
+
+    def refuse_ended(self) -> None:
+        """Raise RuntimeError if ranks have stepped alone: other messages would meet theirs."""
+        if self.ended_by:
+            raise RuntimeError(self.ended_by)
 
     def begin_with(self, sharded: ShardedModule | None) -> None:
         """Note that a forward has begun with the gather of a module, or without any."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.prices import line_parts_of, sizes_of, workload_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, run_of
 from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
-from ds_quant.fsdp2.watched_gradients import WatchedGradients
+from ds_quant.fsdp2.watched_gradients import WatchedGradients, named_parameters
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.scheme import Scheme
@@ -113,12 +115,15 @@ class AttachedModel:
         self._modules = modules
         self._forwards = Forwards(self.run)
         self._optimizers = OptimizerSteps(self)
-        flags = self.run.finite_flags
+        watched: WatchedGradients | None = None
+        if self.run.finite_flags is not None:
+            parameters = partial(named_parameters, weakref.ref(model), modules)
+            watched = WatchedGradients(self.run.finite_flags, parameters, self._optimizers)
         self.context = Context(
             run=self.run,
             before_gather=self._before_gather,
             after_reduction=self._after_reduction,
-            watched=None if flags is None else WatchedGradients(flags),
+            watched=watched,
         )
         self.copies: NodeCopies | None = None
         node_shards: dict[ShardedModule, NodeShard] = {}
@@ -135,7 +140,7 @@ class AttachedModel:
             )
             for sharded in modules
         ]
-        self.events = StepEvents(self.run)
+        self.events = StepEvents(self.run, None if watched is None else watched.first_nonfinite)
         self._has_unchecked_messages = False
         # Of ``connect``, with FSDP2's own collectives; ``detach`` frees them. None: not connected.
         self._undo: list[Undo] | None = None
@@ -173,11 +178,13 @@ class AttachedModel:
         optimizer steps.
 
         Raises:
-            RuntimeError: gradients wait for a backward that was declared the last one.
+            RuntimeError: gradients wait for a backward that was declared the last one; or ranks
+                have stepped alone.
         """
         self._require_no_partial_sums("the model is detached")
         if self._undo is None:
             return
+        self._forwards.refuse_ended()
         if self.copies is not None:
             self.copies.finish()
         self._optimizers.stop()
@@ -190,6 +197,8 @@ class AttachedModel:
 
     def __del__(self) -> None:
         """Wait for messages of this rank that are under way: later models use the same groups."""
+        if self._forwards.ended_by:
+            return  # they never arrive
         with suppress(Exception):  # of a model that was not made, or of a lost rank
             self.context.partial_sums.wait()
             if self.copies is not None:
@@ -216,6 +225,7 @@ class AttachedModel:
 
         A collective, if nodes keep copies or random bits depend on the step.
         """
+        self._forwards.refuse_ended()
         self._optimizers.before_forward()
         try:
             if self.copies is not None:
@@ -223,13 +233,7 @@ class AttachedModel:
             else:
                 self._forwards.compare_steps()
         except UnequalSteps as unequal:
-            least, most = unequal.args
-            raise RuntimeError(
-                f"{KEY}: optimizers of this model have taken {least} steps on some ranks and "
-                f"{most} on others. Random bits and the nodes' copies of the weights need steps of "
-                "all ranks alike: let all ranks decide together, such as by torch.distributed."
-                "all_reduce of the flag that skips a step, and call front.load_state_dict on all"
-            ) from None
+            raise self._forwards.error_of(unequal, has_copies=self.copies is not None) from None
 
     # ---- events of an optimizer step ----
 
@@ -249,6 +253,7 @@ class AttachedModel:
                 written before it; or a message arrived corrupted on any rank.
         """
         self.run.refuse_capture()
+        self._forwards.refuse_ended()
         self._require_no_partial_sums("the optimizer steps")
         self._require_unwritten_gradients()
         self._require_own_collectives()
@@ -257,7 +262,7 @@ class AttachedModel:
         if torch_names.in_backward():
             return  # an optimizer per parameter: all are checked after the step
         self._check_messages()
-        self.events.before_step()
+        self._vote()
         if self.copies is not None and not has_moved:
             self.copies.note_writes()
 
@@ -267,6 +272,8 @@ class AttachedModel:
         is_new: False if an optimizer step goes on that was counted already.
         """
         self._check_messages()
+        if self._optimizers.have_stepped_in_backward:
+            self._vote()  # late, but on all ranks: a kill file switches the next step
         if self.context.watched is not None:
             self.context.watched.clear()
         if is_new:
@@ -310,9 +317,9 @@ class AttachedModel:
         """Return True on all ranks if gradients of this step hold NaN or Inf on any rank.
 
         Call it on all ranks before the optimizer steps, and skip the step then: drop the gradients
-        with ``zero_grad``. The block's ``fallback`` sends the next steps in full precision. Only
-        gradients that the block quantizes are looked at, when they have been reduced over all
-        ranks. The answer stays the same until there are other gradients.
+        with ``zero_grad``. The block's ``fallback`` sends the next steps in full precision. The
+        gradients of all parameters are looked at, when they have been reduced over all ranks. The
+        answer stays the same until a backward or ``zero_grad`` changes them.
 
         Raises:
             RuntimeError: nothing is watched.
@@ -321,15 +328,20 @@ class AttachedModel:
         fallback = self.events.watched_gradients()
         watched = self.context.watched
         assert watched is not None
-        if watched.found_nonfinite or fallback.has_voted:
-            return watched.found_nonfinite
-        found = fallback.vote()
-        if found:
-            watched.note_nonfinite(self._optimizers.held_parameters())
-            fallback.after_step(skipped=True)
-            self.run.begin_step()  # the step is repeated, perhaps in full precision
-            self._bind_anew()
-        return found
+        if not fallback.has_voted:
+            was_noted = watched.are_noted
+            watched.found = fallback.vote(is_noted=was_noted)
+            if watched.found and not was_noted:
+                watched.note_found()
+                fallback.after_step(skipped=True)
+                self.run.begin_step()  # the step is repeated, perhaps in full precision
+                self._bind_anew()
+        return watched.found and not watched.are_dropped
+
+    def _vote(self) -> None:
+        """Vote with all ranks, unless they have voted on these gradients."""
+        watched = self.context.watched
+        self.events.before_step(is_noted=watched is not None and watched.are_noted)
 
     def _bind_anew(self) -> None:
         """Let the next gathers bind the codecs of the weights to the step as it is now."""
@@ -487,7 +499,9 @@ class AttachedModel:
 
         Raises:
             ValueError: a state without a number of steps.
+            RuntimeError: ranks have stepped alone, with copies of the weights in the nodes.
         """
+        self._forwards.refuse_ended()
         self.step = self.events.load_state_dict(state)
         for _, _, reduction in self.served:
             reduction.begin_step()

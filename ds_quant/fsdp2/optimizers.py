@@ -9,7 +9,8 @@ gradients between them, make up one optimizer step. It ends when all optimizers 
 stepped have done so, and then the new weights are sent; or with the next forward, if some have not
 stepped this time. torch's ``get_state_dict`` and ``set_state_dict`` step a new optimizer with a
 learning rate of 0 to make its state. Such a step is not counted: no gradients were reduced before
-it, or all of them were dropped, or they wait for the last backward.
+it, or all of them were dropped, or they wait for the last backward. The ``zero_grad`` after it
+drops the zeros that torch has made for it, and no gradients that wait.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class OptimizerSteps:
 
     has_reduced: gradients were reduced since the last step of any optimizer, and not all of them
         are dropped.
+    have_stepped_in_backward: some have, in this optimizer step.
     """
 
     def __init__(self, front: Followed) -> None:
@@ -67,8 +69,11 @@ class OptimizerSteps:
         self._known: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()  # in this optimizer step
         self.has_reduced = False
+        self.have_stepped_in_backward = False
         self._is_new = False  # an optimizer step has begun that is not counted
         self._is_pending = False  # weights have moved and are not sent
+        # That has made its state, and nothing else has happened since.
+        self._with_new_state: weakref.ref[Optimizer] | None = None
         self._undo: list[Undo] = []
 
     def follow(self, given: Iterable[Optimizer]) -> None:
@@ -84,9 +89,11 @@ class OptimizerSteps:
     def after_reduction(self) -> None:
         """Note that gradients were reduced."""
         self.has_reduced = True
+        self._with_new_state = None
 
     def before_forward(self) -> None:
         """End an optimizer step that not all optimizers have taken part in."""
+        self._with_new_state = None
         if self._is_pending:
             self._end()
 
@@ -110,7 +117,11 @@ class OptimizerSteps:
 
     def after(self, optimizer: Optimizer) -> None:
         """Run after ``optimizer`` has stepped."""
-        if not self._holds_parameters(optimizer) or self._makes_state(optimizer):
+        self._with_new_state = None
+        if not self._holds_parameters(optimizer):
+            return
+        if self._makes_state(optimizer):
+            self._with_new_state = weakref.ref(optimizer)
             return
         self._know(optimizer)
         if self.has_reduced or optimizer in self._stepped or not self._stepped:
@@ -119,7 +130,9 @@ class OptimizerSteps:
         self.has_reduced = False
         self._stepped.add(optimizer)
         self._is_pending = True
-        if not torch_names.in_backward() and set(self._known) <= set(self._stepped):
+        if torch_names.in_backward():
+            self.have_stepped_in_backward = True
+        elif set(self._known) <= set(self._stepped):
             self._end()
 
     def _end(self) -> None:
@@ -127,6 +140,7 @@ class OptimizerSteps:
         self._is_new = False
         self._is_pending = False
         self._front.after_step(is_new=is_new)
+        self.have_stepped_in_backward = False
 
     # ---- optimizers ----
 
@@ -159,8 +173,14 @@ class OptimizerSteps:
 
     def before_zero_grad(self, optimizer: Optimizer) -> None:
         """Run before ``optimizer`` drops its gradients."""
+        if self._with_new_state is not None and self._with_new_state() is optimizer:
+            return  # it drops the zeros with which it has made its state
         if self._holds_parameters(optimizer):
             self._front.discard_gradients({id(p) for p in parameters_of(optimizer)})
+
+    def after_zero_grad(self) -> None:
+        """Run after an optimizer has dropped its gradients."""
+        self._with_new_state = None
 
     def _know(self, optimizer: Optimizer) -> None:
         """Remember an optimizer, and learn when it drops the gradients in a way of its own."""
@@ -168,7 +188,7 @@ class OptimizerSteps:
             return
         self._known.add(optimizer)
         if type(optimizer).zero_grad is not Optimizer.zero_grad:
-            self._undo.append(drop_with_optimizer(optimizer, parameters_of, self._front))
+            self._undo.append(drop_with_optimizer(optimizer, self))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -209,11 +229,12 @@ def _dropping_first(zero_grad: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(zero_grad)
     def drop_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        for each in list(_following):
-            steps = each()
-            if steps is not None:
-                steps.before_zero_grad(optimizer)
+        following = [steps for each in list(_following) if (steps := each()) is not None]
+        for steps in following:
+            steps.before_zero_grad(optimizer)
         zero_grad(optimizer, *args, **kwargs)
+        for steps in following:
+            steps.after_zero_grad()
 
     return drop_first
 

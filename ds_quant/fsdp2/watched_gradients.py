@@ -1,32 +1,52 @@
-"""NaN and Inf in the gradients of a model, until these gradients are dropped.
+"""Look for NaN and Inf in the gradients of a model, as its optimizers would use them.
 
-A vote of all ranks finds that some gradient holds NaN or Inf, but not which one: only one rank has
-seen it. So the finding stands until all gradients that were reduced before the vote are dropped, or
-the optimizers have stepped. Gradients that no optimizer uses do not count: nobody drops them.
+A vote looks at ``grad`` of every parameter, because NaN and Inf also arise where no message was:
+in sums of several backwards, in parameters that one rank holds alone, and in gradients that the
+loop has written. Modules whose reduced gradients held them are noted, to name the first one in an
+error: clipping spreads NaN to all gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from ds_quant.fsdp2.sharded_module import ShardedModule
-from ds_quant.fsdp2.torch_names import FsdpParam
+from ds_quant.fsdp2.optimizers import OptimizerSteps
+from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
+from ds_quant.runtime.fallback import Finding, first_nonfinite
 
-Members = dict[int, FsdpParam]  # parameters by the id of their shard
+Parameters = Iterable[tuple[str, Tensor]]  # names and parameters
 
 
 class WatchedGradients:
-    """The gradients of an optimizer step that were reduced and not dropped.
+    """The gradients of a model between two optimizer steps.
 
     flags: of the run, see ``fallback.first_nonfinite``. A vote reads and empties them.
+    parameters: returns those of the model, with their names.
+    optimizers: that use the gradients.
+
+    found: NaN or Inf, on any rank, when the loop last asked for it.
     """
 
-    def __init__(self, flags: list[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        flags: list[tuple[str, Tensor]],
+        parameters: Callable[[], Parameters],
+        optimizers: OptimizerSteps,
+    ) -> None:
+        self.found = False
         self._flags = flags
-        self._reduced: dict[str, Members] = {}  # by module
-        self._found: Members = {}  # the gradients of some of them hold NaN or Inf
+        self._parameters = parameters
+        self._optimizers = optimizers
+        # By id, those with a gradient when a vote found NaN or Inf.
+        self._noted: dict[int, Tensor] = {}
+        # Ids of those with NaN or Inf that no optimizer held.
+        self._unused: set[int] = set()
 
     def note(self, title: str, rows: ShardedModule, row: Tensor) -> None:
         """Note the gradients of a module that were reduced and are not added up yet.
@@ -35,58 +55,118 @@ class WatchedGradients:
         rows: the part of the module that has gradients.
         row: the sums, of this rank's shards.
         """
-        if _are_dropped(self._reduced.get(title, {})):
-            self._forget(title)
-        if self._found:
-            params = [member.sharded_param for member in rows.members]
-            _remove(self._found, [id(param) for param in params if param.grad is None])
-        members = self._reduced.setdefault(title, {})
-        members.update((id(member.sharded_param), member) for member in rows.members)
+        if self._noted:
+            for member in rows.members:
+                if member.sharded_param.grad is None:
+                    self._noted.pop(id(member.sharded_param), None)
         self._flags += [(title, flag) for flag in rows.finite_flags(row)]
 
-    def note_nonfinite(self, parameters: Collection[int]) -> None:
-        """Note that a vote has found NaN or Inf.
-
-        parameters: ids of those that optimizers hold; none if no optimizer is left.
-        """
-        for members in self._reduced.values():
-            for parameter, member in members.items():
-                if parameter in parameters or not parameters:
-                    self._found[parameter] = member
+    @property
+    def are_noted(self) -> bool:
+        """True if NaN or Inf was found on any rank, and some gradient of that time is left."""
+        return any(parameter.grad is not None for parameter in self._noted.values())
 
     @property
-    def found_nonfinite(self) -> bool:
-        """True after NaN or Inf was found, until all gradients are dropped."""
-        return not _are_dropped(self._found)
+    def are_dropped(self) -> bool:
+        """True if NaN or Inf was found on any rank, and all gradients of that time are None."""
+        return bool(self._noted) and not self.are_noted
+
+    def first_nonfinite(self) -> Finding | None:
+        """Return the first gradient of this rank with NaN or Inf.
+
+        A gradient that no optimizer uses counts once, because nobody drops it. Optimizers that step
+        in backward have dropped all: then the reduced ones count.
+        """
+        module = first_nonfinite(self._flags)
+        names: list[str] = []
+        if not self._optimizers.have_stepped_in_backward:
+            names = self._names_of_nonfinite()
+            if not names:
+                return None
+        if module is not None:
+            return Finding(module, is_origin=True)
+        return Finding(names[0], is_origin=False) if names else None
+
+    def _names_of_nonfinite(self) -> list[str]:
+        held = self._optimizers.held_parameters()  # none if no optimizer is known
+        names = []
+        for name, parameter in _nonfinite(self._parameters()):
+            if not held or id(parameter) in held:
+                names.append(name)
+            elif id(parameter) not in self._unused:
+                self._unused.add(id(parameter))
+                names.append(name)
+        return names
+
+    def note_found(self) -> None:
+        """Note that a vote has found NaN or Inf on any rank."""
+        held = self._optimizers.held_parameters()
+        for _, parameter in self._parameters():
+            if parameter.grad is not None and (not held or id(parameter) in held):
+                self._noted[id(parameter)] = parameter
 
     def drop(self, parameters: Collection[int] | None) -> None:
         """Forget the gradients of parameters, given by their ids; None for all."""
         if parameters is None:
             self.clear()
             return
-        for title, members in list(self._reduced.items()):
-            _remove(members, parameters)
-            if not members:
-                self._forget(title)
-        _remove(self._found, parameters)
+        for parameter in list(self._noted):
+            if parameter in parameters:
+                del self._noted[parameter]
+        self._unused.difference_update(parameters)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Begin the next optimizer step."""
+        self.found = False
         self._flags.clear()
-        self._reduced.clear()
-        self._found.clear()
-
-    def _forget(self, title: str) -> None:
-        self._reduced.pop(title, None)
-        self._flags[:] = [(other, flag) for other, flag in self._flags if other != title]
+        self._noted.clear()
 
 
-def _are_dropped(members: Members) -> bool:
-    """Return True if no parameter has a gradient: it was dropped by writing None."""
-    return all(member.sharded_param.grad is None for member in members.values())
+def named_parameters(
+    model_of: weakref.ref[nn.Module], modules: Sequence[ShardedModule]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model that hold gradients, with their names.
+
+    model_of: returns the model. modules: those of it that are served.
+    """
+    yielded: set[int] = set()  # ids
+    for sharded in modules:
+        for param, member in zip(sharded.params, sharded.members, strict=True):
+            yielded.add(id(member.sharded_param))
+            yield param.name, member.sharded_param
+    model = model_of()
+    if model is None:
+        return
+    # Parameters that are not sent: those of one rank, and those that FSDP2 leaves alone.
+    unsent = [
+        (name, member.sharded_param)
+        for name, _, group in groups_of(model)
+        for member in group.fsdp_params
+    ]
+    for name, parameter in (*unsent, *model.named_parameters()):
+        if id(parameter) not in yielded:
+            yielded.add(id(parameter))
+            yield name, parameter
 
 
-def _remove(members: Members, parameters: Collection[int]) -> None:
-    for parameter in list(members):
-        if parameter in parameters:
-            del members[parameter]
+def _nonfinite(parameters: Parameters) -> list[tuple[str, Tensor]]:
+    """Return the parameters whose gradients on this rank hold NaN or Inf. Waits for the device."""
+    looked_at: list[tuple[str, Tensor]] = []
+    gradients: list[Tensor] = []
+    for name, parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            gradient = gradient._local_tensor
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if gradient.numel():
+            looked_at.append((name, parameter))
+            gradients.append(gradient.detach())
+    if not gradients:
+        return []
+    device = gradients[0].device
+    norms = [norm.to(device) for norm in torch._foreach_norm(gradients, math.inf)]
+    are_finite = torch.isfinite(torch.stack(norms)).tolist()
+    return [found for found, is_finite in zip(looked_at, are_finite, strict=True) if not is_finite]

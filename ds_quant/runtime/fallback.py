@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,18 +46,40 @@ def first_nonfinite(finite_flags: list[tuple[str, Tensor]]) -> str | None:
     return None
 
 
+class Finding(NamedTuple):
+    """NaN or Inf in the gradients of this rank.
+
+    name: of the parameter or module that has the gradient.
+    is_origin: False if it may have spread from another gradient, as clipping does.
+    """
+
+    name: str
+    is_origin: bool
+
+
+Find = Callable[[], Finding | None]
+
+
 class Fallback:
     """Vote when the optimizer steps, and decide which steps use full precision.
 
     resync: refills the weights that ranks keep between steps. A collective.
+    find: looks for NaN and Inf in the gradients of this rank; None: in the flags of the run.
 
     has_voted: True after ``vote``; the front clears it when there are other gradients.
     found_nonfinite: result of the last vote.
     """
 
-    def __init__(self, run: Run, settings: FallbackConfig, resync: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        settings: FallbackConfig,
+        resync: Callable[[], None],
+        find: Find | None = None,
+    ) -> None:
         self._run = run
         self._resync = resync
+        self._find = find or self._find_in_flags
         self._policy = settings.on_nonfinite
         self._steps = settings.steps
         self._kill_file = kill_file()
@@ -69,8 +92,10 @@ class Fallback:
         self._nonfinite = False  # gradients hold NaN or Inf
         self._was_full_precision = False  # gradients were sent in full precision
 
-    def vote(self) -> bool:
+    def vote(self, *, is_noted: bool = False) -> bool:
         """Vote before the optimizer steps. A collective of all ranks of the run.
+
+        is_noted: NaN or Inf in these gradients was found before, and the policy has followed.
 
         Returns:
             True on all ranks if a rank has found NaN or Inf.
@@ -85,19 +110,26 @@ class Fallback:
             self._is_counted = True
         self._was_full_precision = run.is_full_precision(step)
         self.has_voted = True
-        bad = first_nonfinite(run.finite_flags or [])
+        finding = self._find()
         self._look_for_kill_file()
         flat = run.votes
-        votes = [
-            flat.size if bad is None else flat.rank,
-            flat.rank if self._saw_kill_file else flat.size,
-        ]
-        finder, killer = flat.least(torch.tensor(votes, device=run.device)).tolist()
+        finder = 2 * flat.size
+        if finding is not None:
+            finder = flat.rank  # ranks that know where NaN or Inf arose come first
+            if not finding.is_origin:
+                finder += flat.size
+        votes = [finder, flat.rank if self._saw_kill_file else flat.size]
+        first_finder, killer = flat.least(torch.tensor(votes, device=run.device)).tolist()
         self._switch(flat.ranks[killer] if killer < flat.size else None)
-        self._nonfinite = self.found_nonfinite = finder < flat.size
-        if self._nonfinite:
-            self._apply_policy(finder, bad)
+        self._nonfinite = self.found_nonfinite = first_finder < 2 * flat.size
+        if self._nonfinite and not is_noted:
+            name = None if finding is None else finding.name
+            self._apply_policy(first_finder % flat.size, name)
         return self._nonfinite
+
+    def _find_in_flags(self) -> Finding | None:
+        name = first_nonfinite(self._run.finite_flags or [])
+        return None if name is None else Finding(name, is_origin=True)
 
     def after_step(self, skipped: bool) -> None:
         """Run after the optimizer step, or after the update was ``skipped``.
@@ -166,7 +198,7 @@ class Fallback:
                 torch.distributed.broadcast_object_list(
                     names, src=flat.ranks[finder], group=flat.process_group
                 )
-                where = f"{names[0]}, received by rank {flat.ranks[finder]}"
+                where = f"{names[0]}, on rank {flat.ranks[finder]}"
             raise FloatingPointError(
                 f"quantized_comm: step {step}: NaN or Inf in the gradient of {where}. Training "
                 'ends because quantized_comm.fallback.on_nonfinite="raise"; resume from the last '
@@ -180,17 +212,17 @@ class Fallback:
             )
 
 
-def fallback_of(run: Run, resync: Callable[[], None]) -> Fallback | None:
+def fallback_of(run: Run, resync: Callable[[], None], find: Find | None = None) -> Fallback | None:
     """Return the vote of a run, None if there is nothing to vote on. A collective of all ranks, if
     they watch a kill file.
 
-    resync: as of ``Fallback``.
+    resync, find: as of ``Fallback``.
     """
     settings = run.scheme.block.fallback
     watches = kill_file() is not None
     if settings.on_nonfinite == "skip" and not watches:
         return None
-    fallback = Fallback(run, settings, resync)
+    fallback = Fallback(run, settings, resync, find)
     if watches:
         run.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may exist already

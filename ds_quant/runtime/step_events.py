@@ -11,17 +11,21 @@ from typing import Any
 import torch
 
 from ds_quant.config.errors import KEY
-from ds_quant.runtime.fallback import Fallback, fallback_of
+from ds_quant.runtime.fallback import Fallback, Find, fallback_of
 from ds_quant.runtime.front import saved_step
 from ds_quant.runtime.run import Run
 from ds_quant.runtime.telemetry import StepTelemetry
 
 
 class StepEvents:
-    """Called by a front around its steps. Does nothing until ``begin``."""
+    """Called by a front around its steps. Does nothing until ``begin``.
 
-    def __init__(self, run: Run) -> None:
+    find: as of ``Fallback``.
+    """
+
+    def __init__(self, run: Run, find: Find | None = None) -> None:
         self._run = run
+        self._find = find
         self._fallback: Fallback | None = None
         self._telemetry: StepTelemetry | None = None
 
@@ -32,7 +36,7 @@ class StepEvents:
             there are no votes.
         """
         if resync is not None:
-            self._fallback = fallback_of(self._run, resync)
+            self._fallback = fallback_of(self._run, resync, self._find)
         self._run.begin_step()
         metrics = self._run.scheme.block.metrics
         if metrics.file is not None and metrics.interval and torch.distributed.get_rank() == 0:
@@ -46,10 +50,13 @@ class StepEvents:
         if self._fallback is not None:
             self._fallback.has_voted = False
 
-    def before_step(self) -> None:
-        """Vote, unless all ranks have voted on these gradients. See runtime/fallback.py."""
+    def before_step(self, *, is_noted: bool = False) -> None:
+        """Vote, unless all ranks have voted on these gradients. See runtime/fallback.py.
+
+        is_noted: as of ``Fallback.vote``.
+        """
         if self._fallback is not None and not self._fallback.has_voted:
-            self._fallback.vote()
+            self._fallback.vote(is_noted=is_noted)
 
     def after_step(self) -> None:
         """Run after a step was counted."""

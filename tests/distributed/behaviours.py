@@ -1457,6 +1457,7 @@ RANKS_AND_MESSAGES = (
             "fsdp2_fallback",
             "a_loop_skips_a_step_together_and_the_next_ones_are_exact",
             "a_step_with_inf_ends_all_ranks_if_asked_to",
+            "gradients_are_looked_at_as_the_optimizer_would_use_them",
             remark="the loop asks `front.found_nonfinite()`",
         ),
         ddp=proven("ddp_life", "rounds_after_gradients_that_are_not_finite_are_exact"),
@@ -1468,7 +1469,9 @@ RANKS_AND_MESSAGES = (
             "fallback", "a_kill_file_on_one_rank_switches_all_at_the_next_step", stages=ALL
         ),
         fsdp2=proven(
-            "fsdp2_fallback", "a_kill_file_on_one_rank_sends_all_of_them_in_full_precision"
+            "fsdp2_fallback",
+            "a_kill_file_on_one_rank_sends_all_of_them_in_full_precision",
+            "optimizers_that_step_in_backward_vote_before_the_next_forward",
         ),
         ddp=proven("ddp_life", "a_kill_file_on_one_rank_sends_all_of_them_in_full_precision"),
     ),

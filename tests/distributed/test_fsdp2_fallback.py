@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
+from ds_quant.fsdp2.attaching import front_of
+from tests.distributed.fsdp2_runs import WIDTH
 from tests.distributed.harness import on_ranks, scratch
-from tests.distributed.test_fsdp2_between_steps import rows, sgd, sharded
+from tests.distributed.test_fsdp2_between_steps import one_per_parameter, rows, sgd, sharded
 
 BLOCK = {"scheme": "qsdp", "node_size": 2, "min_numel": 64}
 
@@ -193,6 +198,126 @@ def test_a_step_with_inf_ends_all_ranks_if_asked_to() -> None:
     backward(model, 3, spoilt=True)
     with pytest.raises(FloatingPointError, match=r"step 2: NaN or Inf in the gradient of .*rank"):
         optimizer.step()
+
+
+# ---- gradients that no message has held ----
+
+
+class Experts(nn.Module):
+    """A layer that all ranks share, and one of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(x).sum() + self.own(x).sum()
+
+
+def _sums_overflow() -> nn.Module:
+    """Each of two backwards makes finite gradients in fp16, and their sum is Inf."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False).half()
+    fully_shard(model)
+    attach_watching(model)
+    for _ in range(2):
+        output = model(torch.full((1, WIDTH), 40.0, dtype=torch.float16))
+        output.backward(torch.full_like(output, 1000.0))
+    return model
+
+
+def _written_by_the_loop() -> nn.Module:
+    model = sharded()
+    attach_watching(model)
+    backward(model, 0)
+    if dist.get_rank() == 1:
+        model.first.weight.grad.to_local()[0] = float("nan")
+    return model
+
+
+def _of_one_rank() -> nn.Module:
+    model = Experts()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "one"))
+    fully_shard(model.own, mesh=mesh["one"])
+    fully_shard(model, mesh=mesh["all"])
+    attach_watching(model)
+    if dist.get_rank() == 1:
+        model.own.register_forward_hook(lambda module, args, output: output * float("inf"))
+    model(rows(0)).backward()
+    return model
+
+
+def _left_alone() -> nn.Module:
+    """FSDP2 reduces no gradients of ``ignored_params``."""
+    model = Experts()
+    fully_shard(model, ignored_params=set(model.own.parameters()))
+    attach_watching(model)
+    if dist.get_rank() == 1:
+        model.own.register_forward_hook(lambda module, args, output: output * float("inf"))
+    model(rows(0)).backward()
+    return model
+
+
+def attach_watching(model: Any) -> None:
+    block = {"scheme": "qsdp", "min_numel": 64, "fallback": {"on_nonfinite": "full_precision"}}
+    fsdp2.attach(model, block, optimizer=sgd(model))
+
+
+@pytest.mark.parametrize("spoil", [_sums_overflow, _written_by_the_loop, _of_one_rank, _left_alone])
+@on_ranks(2)
+def test_gradients_are_looked_at_as_the_optimizer_would_use_them(
+    spoil: Callable[[], nn.Module],
+) -> None:
+    model = spoil()
+    front = front_of(model)
+    assert front.found_nonfinite()
+    model.zero_grad()
+    assert not front.found_nonfinite()
+    assert ds_quant.report(model)["nonfinite_steps"] == 1
+
+
+@on_ranks(2)
+def test_the_module_whose_gradient_held_inf_is_named_after_clipping() -> None:
+    """Clipping by a norm of NaN spreads it to all gradients of all ranks."""
+    model = sharded()
+    optimizer = sgd(model)
+    block = {**BLOCK, "node_size": 1, "fallback": {"on_nonfinite": "raise"}}
+    fsdp2.attach(model, block, optimizer=optimizer)
+    if dist.get_rank() == 1:
+        model.second.register_full_backward_hook(
+            lambda module, of_input, of_output: tuple(g * 0 for g in of_input)
+        )
+        model.first.register_forward_hook(
+            lambda module, args, output: output.register_hook(lambda g: g + float("inf")) and None
+        )
+    backward(model, 0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert not model.head.weight.grad.to_local().isfinite().any()
+    with pytest.raises(FloatingPointError, match=r"gradient of first, on rank"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_optimizers_that_step_in_backward_vote_before_the_next_forward() -> None:
+    file = Path(scratch()) / f"kill {dist.get_rank()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_QUANT_KILL_FILE", str(file))
+        model = sharded()
+        block = {**BLOCK, "node_size": 1, "fallback": {"on_nonfinite": "raise"}}
+        fsdp2.attach(model, block, optimizer=one_per_parameter(model))
+    sent = []
+    for step in range(4):
+        if step == 1 and dist.get_rank() == 1:
+            file.touch()
+        if step == 2:
+            file.unlink(missing_ok=True)
+        sent.append(backward(model, step))
+    quantized, exact = sent[:2]  # the forward of step 1 has ended step 0
+    assert exact > 2 * quantized
+    assert sent == [quantized, exact, quantized, quantized]
+    backward(model, 4, spoilt=True)
+    with pytest.raises(FloatingPointError, match="step 4: NaN or Inf in the gradient of"):
+        backward(model, 5)
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -193,6 +194,49 @@ def test_lossy_schemes_train_and_all_ranks_hold_equal_bits(
     assert losses != plain_losses
     assert plain_losses[-1] < 0.5 * plain_losses[0]
     assert losses == pytest.approx(plain_losses, abs=0.05 * plain_losses[0])
+
+
+# ---- a first checkpoint ----
+
+
+class OwnZeroGrad(torch.optim.AdamW):
+    """An optimizer that drops gradients in its own way."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, OwnZeroGrad])
+@pytest.mark.parametrize("kind", MODELS)
+@on_ranks(2)
+def test_a_first_checkpoint_amid_an_accumulation_drops_no_gradients(
+    kind: str, optimizer_class: type[torch.optim.AdamW]
+) -> None:
+    """torch makes gradients of zeros, steps the optimizer for its state, and drops them."""
+
+    def trained(block: Any, *, seeds: tuple[int, ...], gives_up: bool) -> dict[str, Tensor]:
+        """gives_up: drop the gradients of all backwards before the last one."""
+        model = MODELS[kind]()
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        if block is not None:
+            fsdp2.attach(model, block, optimizer=optimizer)
+        *earlier, last = seeds
+        model.set_requires_all_reduce(False)
+        for seed in earlier:
+            backward(model, seed)
+        get_state_dict(model, optimizer)
+        if gives_up:
+            optimizer.zero_grad()
+        model.set_requires_all_reduce(True)
+        backward(model, last)
+        optimizer.step()
+        return weights_of(model)
+
+    for seeds, gives_up, as_alone in (((0, 1), False, (0, 1)), ((0, 1), True, (1,))):
+        found = trained({"scheme": "full_precision"}, seeds=seeds, gives_up=gives_up)
+        expected = trained(None, seeds=as_alone, gives_up=False)
+        for name, weights in found.items():
+            assert torch.equal(weights, expected[name]), (name, gives_up)
 
 
 # ---- bytes ----

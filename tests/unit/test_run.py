@@ -12,12 +12,13 @@ from ds_quant.comm.reduction_plan import presumed_pace
 from ds_quant.comm.traffic import LosslessDifferences, Traffic
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
+from ds_quant.kernels import native
 from ds_quant.policy import in_words
 from ds_quant.policy.cost import LOSSLESS_BITS
 from ds_quant.runtime import run as run_module
 from ds_quant.runtime.run import Run, SchemeState, StockVolume
 from ds_quant.runtime.savings import Savings
-from ds_quant.runtime.start_line import LineParts, full_line, summary
+from ds_quant.runtime.start_line import LineParts, announce, full_line, summary
 from tests.world import SimulatedRank, World
 
 
@@ -224,3 +225,15 @@ def test_lossless_is_advised_where_it_sends_less_than_hybrid(
     monkeypatch.setattr(made.run, "peak_bytes", lambda volume: 34.5e9)
     advice = 'advice: scheme "lossless" is also exact and sends less'
     assert (advice in full_line(made.run, parts_of(made.run))) == (dtype == torch.bfloat16)
+
+
+def test_slow_kernels_have_a_line_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 64))})
+    made = World(2, 2, module=module, stage=3, scheme="qsdp").ranks[0]
+    made.engine.communication_data_type = torch.bfloat16
+    monkeypatch.setattr(made.run, "peak_bytes", lambda volume: 34.5e9)
+    monkeypatch.setattr(native, "unavailable_reason", lambda: "were not compiled")
+    lines: list[str] = []
+    monkeypatch.setattr(made.run, "info", lines.append)
+    announce(made.run, parts_of(made.run))
+    assert "quantized_comm: torch kernels are slow: C++ ones were not compiled" in lines

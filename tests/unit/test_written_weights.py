@@ -78,6 +78,14 @@ def test_every_write_is_noticed(write: str, dtype: torch.dtype, numel: int) -> N
     assert weights.written(shards, OneRank()) == [1]
 
 
+def test_shards_of_another_size_count_as_written() -> None:
+    first, second = shards_of(5, 300_001)
+    weights = watched([first, second])
+    longer = [first, torch.cat([second, second, second])]
+    assert weights.written(longer, OneRank()) == [0, 1]
+    assert weights.written(longer, OneRank()) == []
+
+
 def test_nothing_is_noticed_without_a_write() -> None:
     shards = shards_of(5, 4096, 0, 300_001)
     weights = watched(shards)

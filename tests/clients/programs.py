@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tests.integration import hf
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 STEPS = 6
 WORDS = [f"w{i}" for i in range(hf.VOCABULARY - 3)]
@@ -22,7 +25,7 @@ class Trained(NamedTuple):
     """The losses that the library logs, the DeepSpeed engine, and the folder of the saved model."""
 
     losses: list[float]
-    engine: Any
+    engine: DeepSpeedEngine
     saved: Path
 
 

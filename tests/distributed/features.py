@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,6 +28,9 @@ from tests.distributed.models import (
     train,
     train_step,
 )
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 TOKENS = 251
 
@@ -163,7 +166,7 @@ class Tiled(Regression):
 # ---- loops of one optimizer step ----
 
 
-def coalesced(engine: Any, step: int, _: int) -> list[float]:
+def coalesced(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """Reduce once after two backwards."""
     losses = []
     with engine.coalesce_grad_reduction():
@@ -174,7 +177,7 @@ def coalesced(engine: Any, step: int, _: int) -> list[float]:
     return [float(loss.detach()) for loss in losses]
 
 
-def unmanaged(engine: Any, step: int, _: int) -> list[float]:
+def unmanaged(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """Let the caller decide when to step, with another number of micro-steps every time."""
     count = (2, 1, 3)[step % 3]
     losses = []
@@ -185,7 +188,7 @@ def unmanaged(engine: Any, step: int, _: int) -> list[float]:
     return [float(loss.detach()) for loss in losses]
 
 
-def bare(engine: Any, step: int, _: int) -> list[float]:
+def bare(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """Call ``loss.backward()`` instead of ``engine.backward(loss)``."""
     loss = forward(engine, step)
     loss.backward()
@@ -193,7 +196,7 @@ def bare(engine: Any, step: int, _: int) -> list[float]:
     return [float(loss.detach())]
 
 
-def two_forwards(engine: Any, step: int, _: int) -> list[float]:
+def two_forwards(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """One backward of two forwards, as contrastive losses have."""
     loss = (forward(engine, step, 0) + forward(engine, step, 1)) / 2
     engine.backward(loss)
@@ -201,7 +204,7 @@ def two_forwards(engine: Any, step: int, _: int) -> list[float]:
     return [float(loss.detach())]
 
 
-def scheduled(engine: Any, step: int, seed: int) -> list[float]:
+def scheduled(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """The learning rate falls after every step."""
     losses = train_step(engine, step, seed)
     for group in engine.optimizer.param_groups:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import fake_world
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 import ds_quant
 from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from tests.distributed import counting, harness
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 LAYERS, WIDTH = 4, 256
 WARM = 3  # ZeRO-3 records its trace in the second step
@@ -157,13 +160,13 @@ def cost(case: Case) -> dict[str, float]:
     return {**counts, **operations, "parameters": parameters, "milliseconds": milliseconds}
 
 
-def _step(engine: Any) -> None:
+def _step(engine: DeepSpeedEngine) -> None:
     x = torch.ones(1, engine.module.width, dtype=torch.bfloat16)
     engine.backward(engine(x).sum())
     engine.step()
 
 
-def _timed(engine: Any) -> float:
+def _timed(engine: DeepSpeedEngine) -> float:
     start = time.process_time()
     _step(engine)
     return 1e3 * (time.process_time() - start)
@@ -215,7 +218,7 @@ def fsdp2_cost(case: Case) -> dict[str, float]:
     return {**counts, **operations, "parameters": sum(1 for _ in model.parameters())}
 
 
-def _messages(engine: Any) -> int:
+def _messages(engine: DeepSpeedEngine) -> int:
     """Return the number of collectives of the plugin so far, 0 without it."""
     report = ds_quant.report(engine)
     return sum(report["collectives"].values()) if report else 0

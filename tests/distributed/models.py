@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 FEATURES, HIDDEN, WIDTH, TARGETS = 63, 257, 251, 61
 BATCH = 16
@@ -152,7 +155,7 @@ def batch(seed: int, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, x @ teacher / FEATURES**0.5
 
 
-def forward(engine: Any, step: int, micro: int = 0, *, seed: int = 0) -> Tensor:
+def forward(engine: DeepSpeedEngine, step: int, micro: int = 0, *, seed: int = 0) -> Tensor:
     """Return the loss of this rank's batch. Inputs have the model's dtype."""
     from deepspeed import comm as dist
 
@@ -160,7 +163,7 @@ def forward(engine: Any, step: int, micro: int = 0, *, seed: int = 0) -> Tensor:
     return engine(x.to(engine.get_data_types()[0]), y)
 
 
-def train_step(engine: Any, step: int, seed: int = 0) -> list[float]:
+def train_step(engine: DeepSpeedEngine, step: int, seed: int = 0) -> list[float]:
     """Run one optimizer step. Return the losses of its micro-steps on this rank."""
     losses = []
     for micro in range(engine.gradient_accumulation_steps()):
@@ -171,7 +174,7 @@ def train_step(engine: Any, step: int, seed: int = 0) -> list[float]:
     return losses
 
 
-def train_steps(engine: Any, steps: int, first: int = 0) -> list[float]:
+def train_steps(engine: DeepSpeedEngine, steps: int, first: int = 0) -> list[float]:
     """Run optimizer steps from step ``first`` on. Return the losses on this rank."""
     losses = []
     for step in range(first, first + steps):
@@ -179,7 +182,7 @@ def train_steps(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-def evaluate(engine: Any, seed: int = 0) -> float:
+def evaluate(engine: DeepSpeedEngine, seed: int = 0) -> float:
     """Return the loss of a forward without gradients, on held-out data."""
     engine.eval()
     with torch.no_grad():
@@ -188,7 +191,7 @@ def evaluate(engine: Any, seed: int = 0) -> float:
     return loss
 
 
-def masters(engine: Any) -> dict[str, np.ndarray]:
+def masters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
     """Return the full fp32 master weights of every trained parameter. A collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -215,23 +218,23 @@ def digests(arrays: dict[str, np.ndarray]) -> dict[str, str]:
     return {n: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for n, a in arrays.items()}
 
 
-def master_bits(engine: Any) -> dict[str, str]:
+def master_bits(engine: DeepSpeedEngine) -> dict[str, str]:
     """Return digests of the fp32 master weights. A collective."""
     return digests(masters(engine))
 
 
-def exact(engine: Any, dtype: str) -> dict[str, str]:
+def exact(engine: DeepSpeedEngine, dtype: str) -> dict[str, str]:
     """Return digests of the master weights, cast to the training dtype. A collective."""
     return {n: digest(torch.from_numpy(a).to(DTYPES[dtype])) for n, a in masters(engine).items()}
 
 
-def live(engine: Any) -> dict[str, str]:
+def live(engine: DeepSpeedEngine) -> dict[str, str]:
     """Return digests of this rank's weights: shards under ZeRO-3, else the replica."""
     named = engine.module.named_parameters()
     return {n: digest(getattr(p, "ds_tensor", p).data) for n, p in named}
 
 
-def saved(engine: Any, name: str = "model") -> dict[str, Tensor]:
+def saved(engine: DeepSpeedEngine, name: str = "model") -> dict[str, Tensor]:
     """Return the weights that ``save_16bit_model`` writes. A collective."""
     from tests.distributed.harness import scratch
 
@@ -265,7 +268,7 @@ class Sighting:
 
 
 @contextmanager
-def watch(engine: Any) -> Iterator[list[Sighting]]:
+def watch(engine: DeepSpeedEngine) -> Iterator[list[Sighting]]:
     """Record the weights that forwards, backwards and recomputes use.
 
     Under ZeRO-3 at every fetch, under ZeRO-1 and 2 before the forward of every module.
@@ -365,7 +368,7 @@ def train(
     return run
 
 
-def save(engine: Any) -> None:
+def save(engine: DeepSpeedEngine) -> None:
     """Save a checkpoint with client state of the user."""
     from deepspeed import comm as dist
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from tests.distributed.models import (
     forward,
     train_step,
 )
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 # ---- experts ----
 
@@ -106,7 +109,7 @@ def pipeline() -> nn.Module:
     return PipelineModule(layers, num_stages=2, loss_fn=mean_square, partition_method="uniform")
 
 
-def piped(engine: Any, step: int, _: int) -> list[float]:
+def piped(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     x, y = batch(0, step, 0, engine.grid.get_data_parallel_rank())
     return [float(engine.train_batch(iter([(x.to(engine.get_data_types()[0]), y)])))]
 
@@ -182,7 +185,7 @@ class Copied(Regression):
         self.grid = neighbours()
 
 
-def neighbourly(engine: Any, step: int, _: int) -> list[float]:
+def neighbourly(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """Train a step in which the ranks of a model-parallel group have equal batches."""
     x, y = batch(0, step, 0, torch.distributed.get_rank() // 2)
     loss = engine(x.to(engine.get_data_types()[0]), y)
@@ -272,7 +275,7 @@ def muon(groups: Iterable[Any]) -> Any:
     return MuonWithAuxAdam(groups)
 
 
-def no_sync(engine: Any, step: int, _: int) -> list[float]:
+def no_sync(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     with engine.no_sync():
         losses = [forward(engine, step, 0)]
         engine.backward(losses[0])
@@ -282,7 +285,7 @@ def no_sync(engine: Any, step: int, _: int) -> list[float]:
     return [float(loss.detach()) for loss in losses]
 
 
-def compiled(engine: Any, step: int, seed: int) -> list[float]:
+def compiled(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     if step == 0:
         engine.compile(backend="eager")
     return train_step(engine, step, seed)

@@ -7,7 +7,7 @@ import inspect
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from packaging.version import Version
@@ -15,6 +15,9 @@ from packaging.version import Version
 from ds_quant.zero import deepspeed_types as declared
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import engine_of, forward
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 OURS = {"quantized_comm", "quantized_comm_from_variable", "ds_quant_attached"}
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -96,7 +99,7 @@ def faults(kind: type, real: object, version: str) -> Iterator[str]:
             yield f"{kind.__name__}.{name} does not take {signature}"
 
 
-def parts(engine: Any, stage: int) -> Iterator[tuple[type, object]]:
+def parts(engine: DeepSpeedEngine, stage: int) -> Iterator[tuple[type, object]]:
     """The objects behind an engine, each with the class that declares it."""
     from deepspeed.accelerator import get_accelerator
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -50,6 +50,9 @@ from tests.distributed.scenarios import Mixture
 from tests.distributed.surroundings import full_of_nan, late_messages
 from tests.distributed.test_spread import Detour, small_chunks
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def as_shipped(run: Run, other: Run) -> None:
@@ -278,7 +281,7 @@ def undrifted(run: Run, other: Run) -> None:
     assert run.report["resyncs"] == other.report["resyncs"] == 0
 
 
-def modify(engine: Any) -> None:
+def modify(engine: DeepSpeedEngine) -> None:
     import deepspeed
 
     weight = engine.module.second.weight
@@ -287,7 +290,7 @@ def modify(engine: Any) -> None:
             weight.data.mul_(1.5)
 
 
-def load(engine: Any) -> None:
+def load(engine: DeepSpeedEngine) -> None:
     save(engine)
     engine.load_checkpoint(os.environ["TEST_SCRATCH"], tag="middle")
 
@@ -295,7 +298,7 @@ def load(engine: Any) -> None:
 def acting(act: Callable[[Any], Any]) -> Step:
     """Something reads the kept weights in the middle of an exchange, then training goes on."""
 
-    def step_with(engine: Any, step: int, seed: int) -> list[float]:
+    def step_with(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
         losses = train_step(engine, step, seed)
         if step == 2:
             act(engine)
@@ -321,7 +324,7 @@ for (name, act), size in product(READERS.items(), (2, 1)):
 # ---- exact differences train as full precision, whatever else is set ----
 
 
-def skipping(engine: Any, step: int, seed: int) -> list[float]:
+def skipping(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """The loss is NaN on one rank before the third step: DeepSpeed skips the update."""
     if step == 2:
         loss = forward(engine, step)
@@ -417,7 +420,7 @@ SAMPLED = (Way(block={"metrics": {**FILE, "interval": interval}}) for interval i
 TABLE.add("metrics", *SAMPLED, block={**SDP4BIT, **ALONE}, stages=(2, 3), dtype="fp32")
 
 
-def evaluated(engine: Any, step: int, seed: int) -> list[float]:
+def evaluated(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """With evaluations before a step, which draw nothing from the user's generator."""
     generator = torch.get_rng_state()
     assert evaluate(engine) == evaluate(engine) == inferred(engine)
@@ -426,7 +429,7 @@ def evaluated(engine: Any, step: int, seed: int) -> list[float]:
     return losses
 
 
-def inferred(engine: Any) -> float:
+def inferred(engine: DeepSpeedEngine) -> float:
     engine.eval()
     with torch.inference_mode():
         loss = float(forward(engine, 999))
@@ -441,7 +444,7 @@ for block in (QSDP, {**SDP4BIT, **ALONE}):
     )  # fmt: skip
 
 
-def followed(engine: Any, step: int, seed: int) -> list[float]:
+def followed(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """Autograd follows the replica, as DeepSpeed 0.18.9 makes it: several of its slices may not be
     written then.
     """
@@ -470,7 +473,7 @@ TABLE.add(
 _REFERENCES: list[Any] = []
 
 
-def beside_a_reference(engine: Any, step: int, seed: int) -> list[float]:
+def beside_a_reference(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """A second, frozen engine at stage 0, as preference trainers build it: it stays inactive and
     says so.
     """
@@ -493,7 +496,7 @@ TABLE.add("beside a frozen reference", Way(), Way(step=beside_a_reference), stag
 # ---- crossing between nodes once per optimizer step: sums in another order, and nothing else ----
 
 
-def micro_step(engine: Any, step: int, micro: int) -> float:
+def micro_step(engine: DeepSpeedEngine, step: int, micro: int) -> float:
     loss = forward(engine, step, micro)
     engine.backward(loss)
     return float(loss.detach())
@@ -504,7 +507,7 @@ def in_between(act: Callable[[Any, int, int], Any]) -> Step:
     engine steps. What it returns, if anything, counts as losses do.
     """
 
-    def stepped(engine: Any, step: int, _: int) -> list[float]:
+    def stepped(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
         losses = []
         for micro in range(3):
             losses.append(micro_step(engine, step, micro))
@@ -516,12 +519,12 @@ def in_between(act: Callable[[Any, int, int], Any]) -> Step:
     return stepped
 
 
-def freeze(engine: Any, step: int, micro: int) -> None:
+def freeze(engine: DeepSpeedEngine, step: int, micro: int) -> None:
     """A layer, after the first micro-step: what it has is used."""
     engine.module.first.weight.requires_grad_(step > 0)
 
 
-def read(engine: Any, step: int, micro: int) -> list[float]:
+def read(engine: DeepSpeedEngine, step: int, micro: int) -> list[float]:
     """Gradients; under ZeRO-3 between micro-steps too, where they are zeros if they wait.
     DeepSpeed's ZeRO-2 has none to show before the boundary.
     """
@@ -537,7 +540,7 @@ def read(engine: Any, step: int, micro: int) -> list[float]:
     return []
 
 
-def abandoned(engine: Any, step: int, _: int) -> list[float]:
+def abandoned(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """A micro-step fails after the first one; its user drops the gradients and goes on. ZeRO-2 of
     DeepSpeed keeps what it has added up.
     """
@@ -554,7 +557,7 @@ def abandoned(engine: Any, step: int, _: int) -> list[float]:
     return losses
 
 
-def announced(engine: Any, step: int, _: int) -> list[float]:
+def announced(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """The boundary is said before every backward, as accelerate does: not where the engine would
     have put it.
     """
@@ -566,7 +569,7 @@ def announced(engine: Any, step: int, _: int) -> list[float]:
     return losses
 
 
-def announced_late(engine: Any, step: int, _: int) -> list[float]:
+def announced_late(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """The boundary is said when the last backward is over: nothing may be lost."""
     engine.set_gradient_accumulation_boundary(False)
     losses = [micro_step(engine, step, micro) for micro in range(3)]

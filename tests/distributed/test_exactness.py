@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -35,6 +35,9 @@ from tests.distributed.models import (
 )
 from tests.thin import thinned
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 # Two ranks as two nodes, so that differences are taken from kept weights under ZeRO-3 too.
 SCHEMES = {
     name: {"scheme": name, "node_size": 1, "allow_full_replica": True}
@@ -51,7 +54,7 @@ def config(stage: int, scheme: str | None = "qsdp_w4g4", dtype: str = "bf16") ->
     return settings(stage, block, dtype=dtype, zero=EXPORT if stage == 3 else {})
 
 
-def used(engine: Any) -> dict[str, str]:
+def used(engine: DeepSpeedEngine) -> dict[str, str]:
     """Digests of what an evaluation computes with."""
     with watch(engine) as seen:
         evaluate(engine)
@@ -69,11 +72,11 @@ def bits_of(tensors: Mapping[str, torch.Tensor]) -> Bits:
     return {n: (str(t.dtype), tuple(t.shape), digest(t)) for n, t in tensors.items()}
 
 
-def save_16bit(engine: Any, name: str) -> Bits:
+def save_16bit(engine: DeepSpeedEngine, name: str) -> Bits:
     return bits_of(saved(engine, name))
 
 
-def zero_to_fp32(engine: Any, name: str) -> Bits:
+def zero_to_fp32(engine: DeepSpeedEngine, name: str) -> Bits:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     folder = str(scratch() / name)
@@ -82,7 +85,7 @@ def zero_to_fp32(engine: Any, name: str) -> Bits:
     return bits_of(get_fp32_state_dict_from_zero_checkpoint(folder, tag="exported"))
 
 
-def in_memory(engine: Any, _: str) -> Bits:
+def in_memory(engine: DeepSpeedEngine, _: str) -> Bits:
     """GatheredParameters under ZeRO-3, exact_weights below."""
     named = dict(engine.module.named_parameters())
     if engine.zero_optimization_stage() == 3:
@@ -113,7 +116,7 @@ def of_every_stage(stage: int, scheme: str, dtype: str) -> bool:
     return dtype == "bf16" and scheme == ("sdp4bit" if stage == 3 else "qsdp_w4g4")
 
 
-def exports_between_steps(engine: Any) -> Iterator[tuple[str, Export]]:
+def exports_between_steps(engine: DeepSpeedEngine) -> Iterator[tuple[str, Export]]:
     """Yield the exports, each after one more step but the first, and after an evaluation.
 
     Under ZeRO-3 an evaluation leaves gathered weights behind, decoded.
@@ -238,7 +241,7 @@ def test_exports_are_those_of_deepspeed_without_the_plugin(
 class Background:
     """A checkpoint engine that reads what it was given as late as DeepSpeed's decoupled one may."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine, self._writes = engine.checkpoint_engine, list[tuple[Any, str]]()
         self._info: Any = None
         self.commits = 0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -35,6 +35,9 @@ from tests.distributed.models import (
 from tests.distributed.rows import Step, Table, Way, same_weights
 from tests.thin import thinned
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 STAGES = (1, 2, 3)
 CASES = [(1, "sdp4bit"), (2, "qsdp"), (3, "qsdp"), (3, "sdp4bit")]
 STEPS, BAD_STEP, RANKS = 8, 3, 4
@@ -50,7 +53,7 @@ def fields(scheme: str, policy: str | None, **keys: Any) -> dict[str, Any]:
     return {"scheme": scheme, "node_size": 2, **chosen, **keys}
 
 
-def spoil(engine: Any, name: str = "second.weight") -> None:
+def spoil(engine: DeepSpeedEngine, name: str = "second.weight") -> None:
     """The last rank's gradient of one parameter is infinite in the first micro-step of step
     ``BAD_STEP``.
     """
@@ -66,7 +69,7 @@ def spoil(engine: Any, name: str = "second.weight") -> None:
 # ---- full precision for some steps ----
 
 
-def counted(engine: Any, step: int, seed: int) -> list[float]:
+def counted(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """Bytes of gradients and of weights that a step has brought to this rank, and whether it ends
     with the kill file seen.
     """
@@ -81,7 +84,7 @@ def counted(engine: Any, step: int, seed: int) -> list[float]:
     return [*now, ds_quant.report(engine)["killed"]]
 
 
-def spoiled(engine: Any, step: int, seed: int) -> list[float]:
+def spoiled(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """The step after the bad one computes with exact weights."""
     if step == 0:
         spoil(engine)
@@ -95,7 +98,7 @@ def spoiled(engine: Any, step: int, seed: int) -> list[float]:
     return found
 
 
-def spoiled_uncounted(engine: Any, step: int, seed: int) -> list[float]:
+def spoiled_uncounted(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     if step == 0:
         spoil(engine)
     return train_step(engine, step, seed)
@@ -129,7 +132,7 @@ def poisoned(value: float) -> Step:
         gradient.view(-1)[gradient.numel() // 3] = value
         return gradient
 
-    def step_with(engine: Any, step: int, seed: int) -> list[float]:
+    def step_with(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
         if step == 1 and torch.distributed.get_rank() == 1:
             engine.module.get_parameter(POISONED).register_hook(poison)
         losses = train_step(engine, step, seed)
@@ -150,7 +153,7 @@ def kill_file(there: bool = False) -> Iterator[None]:
     del os.environ["DS_QUANT_KILL_FILE"]
 
 
-def killed(engine: Any, step: int, seed: int) -> list[float]:
+def killed(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
     """The file appears before step 2, seen when the optimizer steps, and goes before step 5."""
     path = Path(os.environ["DS_QUANT_KILL_FILE"])
     if torch.distributed.get_rank() == 2 and step in (2, 5):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from tests.distributed.harness import run, run_each
 from tests.distributed.messages import before_each_send
 from tests.distributed.models import engine_of, master_bits, train_steps
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 RANKS, VICTIM = 4, 3
 SAVED_STEP, FAULT_STEP, STEPS = 2, 4, 7
@@ -102,7 +105,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-def strike_in(fault: Fault, engine: Any, folder: str) -> None:
+def strike_in(fault: Fault, engine: DeepSpeedEngine, folder: str) -> None:
     """Arm the victim: at its first send of the role in step ``FAULT_STEP``."""
 
     def act(role: str) -> None:

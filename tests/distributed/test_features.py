@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,6 +25,9 @@ from tests.distributed.models import (
 )
 from tests.distributed.rows import Table, Way, same_weights
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 STAGES = (1, 2, 3)
 
@@ -119,7 +122,7 @@ def with_fp16() -> Iterator[None]:
         yield
 
 
-def overflowing(engine: Any, step: int, _: int) -> list[float]:
+def overflowing(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """The loss, its scale, and steps skipped. Gradients of step 3 are infinite on rank 1."""
     loss = forward(engine, step)
     engine.backward(loss * 1e30 if step == 3 and engine.global_rank == 1 else loss)

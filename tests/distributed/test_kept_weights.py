@@ -8,7 +8,7 @@ import gc
 import os
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -35,6 +35,9 @@ from tests.distributed.models import (
     train_steps,
 )
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 STAGES = (1, 2, 3)
 
@@ -67,7 +70,7 @@ def test_a_parameter_frozen_during_training_goes_on_following_its_master(scheme:
 # ---- weights changed outside the optimizer step ----
 
 
-def drift(engine: Any) -> None:
+def drift(engine: DeepSpeedEngine) -> None:
     """Rank 1 damages one of the weights that it keeps; a replica after it was compared."""
     attached = engine.ds_quant_attached
     if torch.distributed.get_rank() != 1:

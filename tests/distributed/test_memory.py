@@ -12,7 +12,7 @@ import resource
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -35,6 +35,9 @@ from tests.distributed.models import engine_of
 from tests.distributed.test_golden_runs import same_versions
 from tests.distributed.test_spread import small_chunks
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 PACKAGE = Path(ds_quant.__file__).parent
 TORCH = Path(torch.__file__).parent
@@ -97,7 +100,7 @@ def _innermost() -> str | None:
     return None
 
 
-def step(engine: Any) -> None:
+def step(engine: DeepSpeedEngine) -> None:
     engine.backward(engine(torch.ones(1, engine.module.width, dtype=torch.bfloat16)))
     engine.step()
 

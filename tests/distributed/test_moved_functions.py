@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from itertools import count
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +22,9 @@ from tests.distributed.models import (
     train_step,
     train_steps,
 )
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 ELSEWHERE = "called_elsewhere"
 
@@ -67,7 +70,7 @@ def move(stage: int, caller: str, name: str) -> None:
     setattr(home, ELSEWHERE, getattr(home, name))
 
 
-def fetched_elsewhere(engine: Any) -> None:
+def fetched_elsewhere(engine: DeepSpeedEngine) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import (
         PartitionedParameterCoordinator as Coordinator,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -37,6 +37,9 @@ from tests.distributed.models import (
     train_steps,
 )
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 EXACT = ("hybrid", "lossless", "full_precision")
 SPREAD = 0.1  # of losses under lossy schemes
@@ -71,7 +74,7 @@ def require_equal_masters(plain: Any, ours: Any, scheme: str) -> None:
 
 
 @contextmanager
-def used_weights(engine: Any) -> Iterator[dict[str, str]]:
+def used_weights(engine: DeepSpeedEngine) -> Iterator[dict[str, str]]:
     """Digests of the weights with which modules compute."""
     used: dict[str, str] = {}
 
@@ -92,42 +95,42 @@ def used_weights(engine: Any) -> Iterator[dict[str, str]]:
 # ---- ZeRO-3 ----
 
 
-def shards(engine: Any) -> list[Tensor]:
+def shards(engine: DeepSpeedEngine) -> list[Tensor]:
     return [p.ds_tensor.data for p in engine.module.parameters()]
 
 
-def stored(engine: Any) -> dict[str, str]:
+def stored(engine: DeepSpeedEngine) -> dict[str, str]:
     """Digests of the full weights that the shards of all ranks hold."""
     params = dict(engine.module.named_parameters())
     with gathered(params.values()):
         return {name: digest(p.data) for name, p in params.items()}
 
 
-def one_row(engine: Any) -> None:
+def one_row(engine: DeepSpeedEngine) -> None:
     if torch.distributed.get_rank() == 1:
         engine.module.second.weight.ds_tensor.data[257:514].zero_()
 
 
-def copied(engine: Any) -> None:
+def copied(engine: DeepSpeedEngine) -> None:
     for shard in shards(engine):
         shard.copy_(shard * 0.5)
 
 
-def averaged(engine: Any) -> None:
+def averaged(engine: DeepSpeedEngine) -> None:
     for shard in shards(engine):
         shard.lerp_(torch.ones_like(shard) / 16, 0.125)
 
 
-def foreach(engine: Any) -> None:
+def foreach(engine: DeepSpeedEngine) -> None:
     torch._foreach_mul_(shards(engine), 1.25)
 
 
-def other_storage(engine: Any) -> None:
+def other_storage(engine: DeepSpeedEngine) -> None:
     shard = engine.module.last.weight.ds_tensor
     shard.data = shard.data.clone().neg_()
 
 
-def bit_patterns(engine: Any) -> None:
+def bit_patterns(engine: DeepSpeedEngine) -> None:
     """The signs of all biases, written past torch."""
     engine.module.first.bias.ds_tensor.data.view(torch.int16).numpy()[:] ^= -(2**15)
 
@@ -143,7 +146,7 @@ WRITES: dict[Callable[[Any], None], str] = {
 }
 
 
-def play_writes(engine: Any) -> list[float]:
+def play_writes(engine: DeepSpeedEngine) -> list[float]:
     """Return the losses of a run in which weights are written before every evaluation."""
     losses = []
     for index, (write, name) in enumerate(WRITES.items()):
@@ -183,7 +186,7 @@ def test_the_next_forward_uses_shards_as_they_were_written(
         assert "1 parameter(s) outside the optimizer step, such as second.weight" in line
 
 
-def swapped(engine: Any) -> list[float]:
+def swapped(engine: DeepSpeedEngine) -> list[float]:
     """Two averages are evaluated one after the other, in the mode of the first."""
     own = [shard.clone() for shard in shards(engine)]
     losses = []
@@ -199,7 +202,7 @@ def swapped(engine: Any) -> list[float]:
     return losses
 
 
-def perturbed(engine: Any) -> list[float]:
+def perturbed(engine: DeepSpeedEngine) -> list[float]:
     """A step whose gradients are those of perturbed weights, as in SAM."""
     own = [shard.clone() for shard in shards(engine)]
     losses = [float(forward(engine, 50).detach())]
@@ -213,7 +216,7 @@ def perturbed(engine: Any) -> list[float]:
     return [*losses, float(loss.detach())]
 
 
-def rolled_back(engine: Any) -> list[float]:
+def rolled_back(engine: DeepSpeedEngine) -> list[float]:
     """The optimizer loads a state that it had two steps before."""
 
     def copy_of(value: Any) -> Any:
@@ -230,7 +233,7 @@ def rolled_back(engine: Any) -> list[float]:
     return [*losses, evaluate(engine)]
 
 
-def not_finite(engine: Any) -> list[float]:
+def not_finite(engine: DeepSpeedEngine) -> list[float]:
     """NaN is in the weights for one evaluation, between a backward and its step."""
     loss = forward(engine, 70)
     engine.backward(loss)
@@ -251,7 +254,7 @@ def not_finite(engine: Any) -> list[float]:
 def test_weights_that_come_and_go_between_steps(scheme: str, world: int, node_size: int) -> None:
     plain, ours = pair(3, block_of(scheme, node_size))
 
-    def play(engine: Any) -> list[float]:
+    def play(engine: DeepSpeedEngine) -> list[float]:
         losses = train_steps(engine, 2)
         for index, events in enumerate((swapped, perturbed, rolled_back, not_finite)):
             losses += events(engine)
@@ -324,39 +327,39 @@ def test_engines_for_evaluation_follow_the_one_that_trains(scheme: str) -> None:
 # ---- ZeRO-1 and 2 ----
 
 
-def everywhere(engine: Any) -> None:
+def everywhere(engine: DeepSpeedEngine) -> None:
     engine.module.second.weight.data.mul_(-3)
 
 
-def on_one_rank(engine: Any) -> None:
+def on_one_rank(engine: DeepSpeedEngine) -> None:
     if torch.distributed.get_rank() == 1:
         engine.module.second.weight.data.mul_(1.5)
 
 
-def one_element(engine: Any) -> None:
+def one_element(engine: DeepSpeedEngine) -> None:
     if torch.distributed.get_rank() == 0:
         engine.module.second.weight.data.view(-1)[-1] += 1
 
 
-def rows_exchanged(engine: Any) -> None:
+def rows_exchanged(engine: DeepSpeedEngine) -> None:
     weight = engine.module.second.weight.data
     weight[[3, 7]] = weight[[7, 3]].clone()
 
 
-def far_off(engine: Any) -> None:
+def far_off(engine: DeepSpeedEngine) -> None:
     engine.module.second.weight.data[5] = 1e30
 
 
-def nan(engine: Any) -> None:
+def nan(engine: DeepSpeedEngine) -> None:
     engine.module.second.weight.data[3, 5] = float("nan")
 
 
-def infinity_on_one_rank(engine: Any) -> None:
+def infinity_on_one_rank(engine: DeepSpeedEngine) -> None:
     if torch.distributed.get_rank() == 1:
         engine.module.second.weight.data[:, 7] = float("inf")
 
 
-def all_of_them(engine: Any) -> None:
+def all_of_them(engine: DeepSpeedEngine) -> None:
     torch._foreach_zero_([p.data for p in engine.module.parameters()])
 
 
@@ -366,7 +369,7 @@ REPLICA_WRITES = (
 )  # fmt: skip
 
 
-def play_replica_writes(engine: Any) -> list[float]:
+def play_replica_writes(engine: DeepSpeedEngine) -> list[float]:
     """Return the losses of a run in which weights are written between backward and step."""
     losses = []
     for index, write in enumerate(REPLICA_WRITES):
@@ -413,7 +416,7 @@ def test_a_step_overwrites_weights_that_were_written(stage: int, scheme: str) ->
 def test_master_weights_are_refreshed_from_exact_weights(stage: int, scheme: str) -> None:
     """As DeepSpeed does alone: rounded to the dtype of the module, with edits of user code."""
 
-    def rounded(engine: Any) -> dict[str, Tensor]:
+    def rounded(engine: DeepSpeedEngine) -> dict[str, Tensor]:
         return {
             name: torch.from_numpy(values).bfloat16().float()
             for name, values in masters(engine).items()
@@ -516,17 +519,17 @@ class Deep(nn.Module):
         return (self.layers(x) - y).square().mean()
 
 
-def _compute(engine: Any) -> Tensor:
+def _compute(engine: DeepSpeedEngine) -> Tensor:
     rows = torch.ones(2, 64)
     return engine(rows, 0.5 * rows)
 
 
-def _double(engine: Any, factor: float) -> None:
+def _double(engine: DeepSpeedEngine, factor: float) -> None:
     for p in engine.module.parameters():
         p.ds_tensor.data.mul_(factor)
 
 
-def perturbed_again(engine: Any) -> list[float]:
+def perturbed_again(engine: DeepSpeedEngine) -> list[float]:
     """Two forwards and backwards per step, of which the second sees perturbed weights."""
     losses = []
     for _ in range(2):
@@ -539,7 +542,7 @@ def perturbed_again(engine: Any) -> list[float]:
     return losses
 
 
-def read_and_written(engine: Any) -> list[float]:
+def read_and_written(engine: DeepSpeedEngine) -> list[float]:
     """Single layers are read between evaluations, and one is written after it was released."""
     import deepspeed
 

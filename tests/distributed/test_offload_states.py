@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,11 +23,14 @@ from tests.distributed.models import (
 )
 from tests.distributed.rows import Table, Way
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 # Of ZeRO-3, DeepSpeed moves masters and states of its own FusedAdam only.
 INCLUDE = {1: None, 2: None, 3: ["lp_params", "lp_grads", "contiguous_grad_buffer"]}
 
 
-def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
+def moved(engine: DeepSpeedEngine) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that must leave the device, with the replica of ZeRO-1 and 2."""
     attached = engine.ds_quant_attached
     return {
@@ -39,7 +42,7 @@ def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
     }
 
 
-def there_and_back(engine: Any, *, stepped: bool) -> dict[str, int]:
+def there_and_back(engine: DeepSpeedEngine, *, stepped: bool) -> dict[str, int]:
     """How many tensors of each kind have left. ``stepped``: an exchange of rows may be on its way,
     whose bits the training must show.
     """
@@ -62,7 +65,7 @@ def there_and_back(engine: Any, *, stepped: bool) -> dict[str, int]:
     return {kind: len(tensors) for kind, tensors in kinds.items()}
 
 
-def away_and_back(engine: Any, step: int, _: int) -> list[float]:
+def away_and_back(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """After every micro-step, so also with waiting sums and while an exchange is on its way."""
     losses, stage = [], engine.zero_optimization_stage()
     for micro in range(2):

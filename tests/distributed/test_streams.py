@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fake_world
 import pytest
@@ -34,6 +34,9 @@ from tests.distributed.models import (
 from tests.distributed.test_offload_states import INCLUDE
 from tests.distributed.test_spread import small_chunks
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 # The first micro-step, one between and the last take different branches.
 MICRO_STEPS = 3
@@ -162,7 +165,7 @@ def test_every_feature_knows_that_what_it_touches_is_done(
     assert faults(stage, scheme, ALL_FEATURES[title], micro_steps=micro_steps) == []
 
 
-def away_and_back(engine: Any, step: int, _: int) -> list[float]:
+def away_and_back(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """States leave the device after every micro-step and come back to it as copies."""
     losses = []
     for micro in range(MICRO_STEPS):
@@ -173,7 +176,7 @@ def away_and_back(engine: Any, step: int, _: int) -> list[float]:
     return [float(loss.detach()) for loss in losses]
 
 
-def _offload_and_reload(engine: Any) -> None:
+def _offload_and_reload(engine: DeepSpeedEngine) -> None:
     from tests.distributed.device_model import is_ours
 
     to = Tensor.to
@@ -189,7 +192,7 @@ def _offload_and_reload(engine: Any) -> None:
     Tensor.to = to
 
 
-def given_up(engine: Any, step: int, _: int) -> list[float]:
+def given_up(engine: DeepSpeedEngine, step: int, _: int) -> list[float]:
     """The gradients of all micro-steps but the last are dropped, and their memory is used again.
 
     The sums come back from the host in the first micro-step: then another stream owns them.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,6 +31,9 @@ from tests.distributed.models import (
 from tests.distributed.rows import Step, Table, Way
 from tests.distributed.scenarios import Copied, neighbourly
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 # Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what
 # was measured. A wrong factor of the gradients moves the last loss by a multiple of it.
@@ -77,7 +80,7 @@ for name, cell in trained():
 def moving(train: Step) -> Step:
     """By how much a step moves each weight, instead of its loss."""
 
-    def step_with(engine: Any, step: int, seed: int) -> list[float]:
+    def step_with(engine: DeepSpeedEngine, step: int, seed: int) -> list[float]:
         before = masters(engine)
         train(engine, step, seed)
         return [float(np.abs(after - before[n]).sum()) for n, after in masters(engine).items()]

@@ -6,7 +6,7 @@ import csv
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ import torch
 import ds_quant
 from tests.distributed.harness import on_ranks, run, scratch
 from tests.distributed.models import Regression, engine_of, heard, save, train_step, train_steps
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 PREFIX = "Train/Samples/ds_quant/"
 INTERVAL = 3
@@ -38,7 +41,7 @@ def reported(file: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def received(engine: Any) -> dict[str, int]:
+def received(engine: DeepSpeedEngine) -> dict[str, int]:
     roles = ds_quant.report(engine)["received_bytes"]
     return {f"{role}/{k}/bytes": n for role, links in roles.items() for k, n in links.items()}
 

@@ -6,13 +6,16 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import QSDP, Run, engine_of, train_step
 from tests.distributed.rows import Table, Way, same_weights
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 @contextmanager
@@ -53,7 +56,7 @@ def test_run_without_the_block_equals_one_without_the_plugin(title: str, stage: 
     TABLE.check(title, stage)
 
 
-def traces(engine: Any) -> list[str]:
+def traces(engine: DeepSpeedEngine) -> list[str]:
     """Attributes of the engine, its optimizer and its parameters that the plugin made."""
     owners = {"engine": engine, "config": engine._config, "optimizer": engine.optimizer}
     owners |= dict(engine.module.named_parameters())

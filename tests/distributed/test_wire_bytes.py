@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,6 +25,9 @@ import ds_quant
 from tests.distributed.harness import on_ranks, run, scratch
 from tests.distributed.models import engine_of
 from tests.thin import thinned
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 STAGES = (1, 2, 3)
 WIDTH, LAYERS = 512, 2
@@ -63,7 +66,7 @@ class Matrices(nn.Module):
         return self.layers(x.bfloat16()).float().square().mean()
 
 
-def _step(engine: Any) -> None:
+def _step(engine: DeepSpeedEngine) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(torch.randn(1, WIDTH)))
         engine.step()
@@ -183,7 +186,7 @@ class Tap(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def totals(engine: Any) -> np.ndarray:
+def totals(engine: DeepSpeedEngine) -> np.ndarray:
     """Bytes and collectives of both roles."""
     report = ds_quant.report(engine)
     received = [n for links in report["received_bytes"].values() for n in links.values()]

@@ -11,7 +11,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -34,6 +34,9 @@ from tests.integration.processes import QUIET, free_port
 from tests.integration.processes import run as run_process
 from tests.thin import thinned
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 BLOCKS = {
     "full_precision": FULL,
     "lossless": {"scheme": "lossless"},
@@ -42,7 +45,7 @@ BLOCKS = {
 }
 
 
-def exported(engine: Any) -> dict[str, str]:
+def exported(engine: DeepSpeedEngine) -> dict[str, str]:
     return {n: digest(t) for n, t in saved(engine).items()}
 
 

@@ -6,11 +6,14 @@ They do not name ds_quant: only the DeepSpeed config has the block.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 VOCABULARY, LENGTH, SAMPLES = 96, 16, 64
 # A model this small would stay gathered from forward to backward.
@@ -119,7 +122,7 @@ def losses(trained: Any) -> list[float]:
     return [row["loss"] for row in trained.state.log_history if "loss" in row]
 
 
-def master_weights(engine: Any) -> dict[str, np.ndarray]:
+def master_weights(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
     """Return the exact fp32 master weights by name. A collective, for all stages."""
     from deepspeed.utils import safe_get_full_fp32_param
 

@@ -84,6 +84,8 @@ def losslessly(run: Run, other: Run) -> None:
     assert (bits is None) != ("depends on the learning rate" in line)
     if bits is not None:
         assert 0 < bits < 12 and 0 <= other.report["lossless_padding"] < 0.2
+        most = other.report["expected_most_bytes_per_param"]
+        assert most > other.report["expected_bytes_per_param"]
     assert other.report["exact_steps"] == run.report["exact_steps"]
 
 

@@ -238,7 +238,7 @@ class Traffic:
 
     received: bytes by role (``weights`` or ``gradients``) and link: ``intra`` from ranks of the
         same node, ``inter`` from other nodes. A rank's own payload is not counted.
-    exact: the part of ``received`` that came while ``is_exact``, so that nothing was saved.
+    exact: the part of ``received`` that came while ``is_exact``, or else saved nothing.
     is_exact: True while everything is sent in full precision.
     added: the part that a run in full precision would not receive.
     collectives: collectives posted, by role.
@@ -260,8 +260,11 @@ class Traffic:
         """Return counters of some of the collectives, which these count, too."""
         return Traffic(meter=self.meter, lossless=self.lossless, whole=self)
 
-    def count(self, role: str, *, intra: int, inter: int) -> None:
-        """Count one collective in which this rank received ``intra`` + ``inter`` bytes."""
+    def count(self, role: str, *, intra: int, inter: int, saves_nothing: bool = False) -> None:
+        """Count one collective in which this rank received ``intra`` + ``inter`` bytes.
+
+        saves_nothing: the collective is the same in full precision.
+        """
         self.received[role]["intra"] += intra
         self.received[role]["inter"] += inter
         self.collectives[role] += 1
@@ -271,7 +274,7 @@ class Traffic:
             whole.received[role]["inter"] += inter
             whole.collectives[role] += 1
         total = self if whole is None else whole
-        if total.is_exact:
+        if total.is_exact or saves_nothing:
             total.exact[role]["intra"] += intra
             total.exact[role]["inter"] += inter
 

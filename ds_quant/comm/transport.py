@@ -308,19 +308,28 @@ class Communicator:
 
     # ---- counters ----
 
-    def count_ring(self, nbytes: int, *, role: str, passes: int = 1) -> None:
-        """Count a collective on ``nbytes`` bytes issued by DeepSpeed, as a ring in rank order.
+    def count_ring(
+        self, nbytes: int, *, role: str, passes: int = 1, among: Sequence[int] | None = None
+    ) -> None:
+        """Count a collective on ``nbytes`` bytes that a library has issued, as a ring.
 
         passes: 1 for a gather, 2 for an all-reduce. Each pass receives (W - 1) / W of the bytes
-        from the preceding rank.
+            from the preceding rank.
+        among: global ranks, in the order of the ring, which no scheme compresses; None for all
+            ranks, whose bytes the formulas have.
         """
-        if self.size == 1:
+        ranks = self.ranks if among is None else among
+        if len(ranks) == 1:
             return
-        received = passes * nbytes * (self.size - 1) // self.size
-        if (self.rank - 1) % self.size in self._far:
-            self._traffic.count(role, intra=0, inter=received)
-        else:
-            self._traffic.count(role, intra=received, inter=0)
+        preceding = self.ranks.index(ranks[ranks.index(self.ranks[self.rank]) - 1])
+        received = passes * nbytes * (len(ranks) - 1) // len(ranks)
+        is_far = preceding in self._far
+        self._traffic.count(
+            role,
+            intra=0 if is_far else received,
+            inter=received if is_far else 0,
+            saves_nothing=among is not None,
+        )
 
     def rows_of_gather(self) -> dict[str, int]:
         """Return the rows that ``all_gather`` receives over each link."""

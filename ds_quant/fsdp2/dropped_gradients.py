@@ -26,6 +26,9 @@ class FollowsOptimizers(Protocol):
     def before_zero_grad(self, optimizer: Optimizer) -> None:
         """Run before an optimizer drops its gradients."""
 
+    def after_zero_grad(self) -> None:
+        """Run after an optimizer has dropped its gradients."""
+
 
 def drop_with_module(module: nn.Module, front: KeepsGradients) -> list[Undo]:
     """Wrap ``zero_grad`` of a module, and ``reset_iter_state``, with which a loop recovers from an
@@ -35,26 +38,36 @@ def drop_with_module(module: nn.Module, front: KeepsGradients) -> list[Undo]:
     def drop(front: KeepsGradients) -> None:
         front.discard_gradients({id(parameter) for parameter in module.parameters()})
 
-    undo = [_run_before(module, "zero_grad", drop, front)]
+    undo = [_run_around(module, "zero_grad", front, before=drop)]
     if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13
-        undo.append(_run_before(module, "reset_iter_state", drop, front))
+        undo.append(_run_around(module, "reset_iter_state", front, before=drop))
     return undo
 
 
 def drop_with_optimizer(optimizer: Optimizer, steps: FollowsOptimizers) -> Undo:
     """Wrap ``zero_grad`` of an optimizer. Returns the function that undoes it."""
 
-    def drop(steps: FollowsOptimizers) -> None:
+    def before(steps: FollowsOptimizers) -> None:
         steps.before_zero_grad(optimizer)
 
-    return _run_before(optimizer, "zero_grad", drop, steps)
+    def after(steps: FollowsOptimizers) -> None:
+        steps.after_zero_grad()
+
+    return _run_around(optimizer, "zero_grad", steps, before=before, after=after)
 
 
 Target = TypeVar("Target")
 
 
-def _run_before(owner: object, name: str, drop: Callable[[Target], None], target: Target) -> Undo:
-    """Call ``drop`` with ``target`` before every call of a method, as long as ``target`` lives.
+def _run_around(
+    owner: object,
+    name: str,
+    target: Target,
+    *,
+    before: Callable[[Target], None],
+    after: Callable[[Target], None] = lambda target: None,
+) -> Undo:
+    """Call functions with ``target`` around every call of a method, as long as ``target`` lives.
 
     Does not keep ``target`` alive, which the owner may outlive. What it returns does not keep the
     owner alive: an optimizer that the user drops frees its states.
@@ -62,15 +75,17 @@ def _run_before(owner: object, name: str, drop: Callable[[Target], None], target
     original = getattr(owner, name)
     attached = [weakref.ref(target)]  # empty once it is undone
 
-    def drop_first(*args: Any, **kwargs: Any) -> Any:
-        for reference in attached:
-            living = reference()
-            if living is not None:
-                drop(living)
-        return original(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        living = [target for reference in attached if (target := reference()) is not None]
+        for target in living:
+            before(target)
+        result = original(*args, **kwargs)
+        for target in living:
+            after(target)
+        return result
 
-    setattr(owner, name, drop_first)
-    owner_of, method_of = weakref.ref(owner), weakref.ref(drop_first)
+    setattr(owner, name, call)
+    owner_of, method_of = weakref.ref(owner), weakref.ref(call)
 
     def undo() -> None:
         attached.clear()

@@ -50,14 +50,18 @@ class Forwards:
         self._gathered.add(sharded)
         return False
 
-    def compare_steps(self) -> None:
+    def compare_steps(self, *, now: bool = False) -> None:
         """Compare the optimizer steps of all ranks. A collective, if random bits depend on them.
 
+        now: wait for the device, so that the comparison holds for now.
+
         Raises:
-            UnequalSteps: on all ranks, if they differed in the last forward.
+            UnequalSteps: on all ranks, if they differed in the last forward, or differ now.
         """
         if self._steps_vote is not None:
             self._steps_vote.compare(self._run.step)
+            if now:
+                self._steps_vote.read()
 
     def error_of(self, unequal: UnequalSteps, *, has_copies: bool) -> RuntimeError:
         """Return the error of ranks whose optimizers have stepped alone.
@@ -72,7 +76,7 @@ class Forwards:
             "all_reduce of the flag that skips a step. "
         )
         if not has_copies:
-            return RuntimeError(f"{message}Call front.load_state_dict on all ranks")
+            return RuntimeError(f"{message}Load a checkpoint on all ranks, also to the front")
         self.ended_by = (
             f"{message}Resume from a checkpoint in new processes: weights are under way to "
             "ranks that do not expect them"
@@ -116,12 +120,21 @@ class StepsVote:
         Raises:
             UnequalSteps: on all ranks, if they differed in the last forward.
         """
-        if self._posted is not None:
-            work, numbers = self._posted
-            self._posted = None
-            work.wait()
-            least, inverted = numbers.tolist()
-            if least != ~inverted:
-                raise UnequalSteps(least, ~inverted)
+        self.read()
         numbers = torch.tensor([steps, ~steps], device=self._device)
         self._posted = self._communicator.post_least(numbers), numbers
+
+    def read(self) -> None:
+        """Read the vote that was posted last, if it was not read. Waits for the device.
+
+        Raises:
+            UnequalSteps: on all ranks, if their steps differ.
+        """
+        if self._posted is None:
+            return
+        work, numbers = self._posted
+        self._posted = None
+        work.wait()
+        least, inverted = numbers.tolist()
+        if least != ~inverted:
+            raise UnequalSteps(least, ~inverted)

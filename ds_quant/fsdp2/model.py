@@ -227,11 +227,21 @@ class AttachedModel:
         """
         self._forwards.refuse_ended()
         self._optimizers.before_forward()
+        self._compare_steps()
+
+    def _compare_steps(self, *, now: bool = False) -> None:
+        """Compare the optimizer steps of all ranks, and fill copies of written weights.
+
+        A collective, as of ``_begin_forward``. now: as of ``Forwards.compare_steps``.
+
+        Raises:
+            RuntimeError: on all ranks, if some have stepped alone.
+        """
         try:
             if self.copies is not None:
                 self.copies.fill_written()
             else:
-                self._forwards.compare_steps()
+                self._forwards.compare_steps(now=now)
         except UnequalSteps as unequal:
             raise self._forwards.error_of(unequal, has_copies=self.copies is not None) from None
 
@@ -456,11 +466,16 @@ class AttachedModel:
         """Compare the weights that several nodes hold, every ``checksum_steps`` optimizer steps.
 
         Raises:
-            RuntimeError: on all ranks, if replicas differ.
+            RuntimeError: on all ranks, if replicas differ, or if some have stepped alone.
         """
-        if self.copies is not None and self.run.scheme.block.checksum_steps:
+        every = self.run.scheme.block.checksum_steps
+        has_copies = bool(self.copies is not None and every and self.step % every == 0)
+        has_replicas = compares_replicas(self.run, self.step)
+        if has_copies or has_replicas:
+            self._compare_steps(now=True)  # a rank that has not stepped takes no part in the rest
+        if has_copies and self.copies is not None:
             compare_copies(self.run, self.copies, self.step)
-        if compares_replicas(self.run, self.step):
+        if has_replicas:
             compare_replicas(self.run, self._replicated_weights(), self.step)
 
     def _replicated_weights(self) -> Iterator[tuple[int, list[Tensor]]]:

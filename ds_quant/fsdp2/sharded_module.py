@@ -389,6 +389,14 @@ def gathered_by_fsdp(modules: Sequence[ShardedModule]) -> Iterator[str]:
             f"FSDP2 gathers the weights of {len(gathers)} module(s) itself, such as "
             f"{first.title}, which holds weights of {first.fsdp_gathers}"
         )
+    few = [torch_names.ranks_of_backward(sharded.group) for sharded in modules]
+    sizes = sorted({size for size in few if size is not None})
+    if sizes:
+        yield (
+            f"FSDP2 gathers the weights of {len(few) - few.count(None)} module(s) again for the "
+            f"backward, among {' or '.join(map(str, sizes))} ranks and in full precision: the "
+            "volume leaves these gathers out"
+        )
     reduces = [sharded for sharded in modules if not sharded.reduces]
     if reduces:
         first = reduces[0]

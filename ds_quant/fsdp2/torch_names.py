@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,17 @@ def is_gathered_again(module: FSDPModule, group: ParamGroup, *, is_outermost: bo
     # The mesh that holds the weights after the forward: None keeps them gathered, and
     # reshard_after_forward=int has a smaller one.
     return group.post_forward_mesh_info == group.mesh_info
+
+
+def ranks_of_backward(group: ParamGroup) -> int | None:
+    """Return the ranks among which the backward gathers weights that all ranks of the group share,
+    with ``reshard_after_forward=int``; else None.
+    """
+    info = group.post_forward_mesh_info
+    if info is None or info == group.mesh_info:
+        return None
+    size: int = cast(Any, info).shard_mesh_size
+    return size
 
 
 def before_forwards(module: FSDPModule, call: Callable[[], None]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
@@ -43,10 +44,9 @@ class WatchedGradients:
         self._flags = flags
         self._parameters = parameters
         self._optimizers = optimizers
-        # By id, those with a gradient when a vote found NaN or Inf.
-        self._noted: dict[int, Tensor] = {}
-        # Ids of those with NaN or Inf that no optimizer held.
-        self._unused: set[int] = set()
+        # By id, gradients when a vote found NaN or Inf, with their parameters:
+        self._noted: dict[int, tuple[Tensor, TensorWeakRef]] = {}
+        self._unused: dict[int, TensorWeakRef] = {}  # with NaN or Inf, that no optimizer uses
 
     def note(self, title: str, rows: ShardedModule, row: Tensor) -> None:
         """Note the gradients of a module that were reduced and are not added up yet.
@@ -55,27 +55,23 @@ class WatchedGradients:
         rows: the part of the module that has gradients.
         row: the sums, of this rank's shards.
         """
-        if self._noted:
-            for member in rows.members:
-                if member.sharded_param.grad is None:
-                    self._noted.pop(id(member.sharded_param), None)
         self._flags += [(title, flag) for flag in rows.finite_flags(row)]
 
     @property
     def are_noted(self) -> bool:
         """True if NaN or Inf was found on any rank, and some gradient of that time is left."""
-        return any(parameter.grad is not None for parameter in self._noted.values())
+        return any(_is(parameter.grad, gradient) for parameter, gradient in self._noted.values())
 
     @property
     def are_dropped(self) -> bool:
-        """True if NaN or Inf was found on any rank, and all gradients of that time are None."""
+        """True if NaN or Inf was found on any rank, and no gradient of that time is left."""
         return bool(self._noted) and not self.are_noted
 
     def first_nonfinite(self) -> Finding | None:
         """Return the first gradient of this rank with NaN or Inf.
 
-        A gradient that no optimizer uses counts once, because nobody drops it. Optimizers that step
-        in backward have dropped all: then the reduced ones count.
+        A gradient that no optimizer uses counts once, because nobody need drop it. Optimizers that
+        step in backward have dropped all: then the reduced ones count.
         """
         module = first_nonfinite(self._flags)
         names: list[str] = []
@@ -93,8 +89,11 @@ class WatchedGradients:
         for name, parameter in _nonfinite(self._parameters()):
             if not held or id(parameter) in held:
                 names.append(name)
-            elif id(parameter) not in self._unused:
-                self._unused.add(id(parameter))
+                continue
+            known = self._unused.get(id(parameter))
+            if known is None or not _is(parameter.grad, known):
+                assert parameter.grad is not None, "it holds NaN or Inf"
+                self._unused[id(parameter)] = TensorWeakRef(parameter.grad)
                 names.append(name)
         return names
 
@@ -103,17 +102,16 @@ class WatchedGradients:
         held = self._optimizers.held_parameters()
         for _, parameter in self._parameters():
             if parameter.grad is not None and (not held or id(parameter) in held):
-                self._noted[id(parameter)] = parameter
+                self._noted[id(parameter)] = parameter, TensorWeakRef(parameter.grad)
 
     def drop(self, parameters: Collection[int] | None) -> None:
         """Forget the gradients of parameters, given by their ids; None for all."""
         if parameters is None:
             self.clear()
             return
-        for parameter in list(self._noted):
-            if parameter in parameters:
-                del self._noted[parameter]
-        self._unused.difference_update(parameters)
+        for parameter in parameters:
+            self._noted.pop(parameter, None)
+            self._unused.pop(parameter, None)
 
     def clear(self) -> None:
         """Begin the next optimizer step."""
@@ -147,6 +145,11 @@ def named_parameters(
         if id(parameter) not in yielded:
             yielded.add(id(parameter))
             yield name, parameter
+
+
+def _is(gradient: Tensor | None, other: TensorWeakRef) -> bool:
+    """Return True if a gradient is the tensor of another time, to which others may be added."""
+    return gradient is not None and gradient is other()
 
 
 def _nonfinite(parameters: Parameters) -> list[tuple[str, Tensor]]:

@@ -84,7 +84,11 @@ class QuantizedAllGather(AllGather):
             self._sharded.level.shards.flat.count_ring(output_tensor.nbytes, role="weights")
             return self._own(output_tensor, input_tensor, group, async_op)
         if input_tensor.numel() != self._sharded.row_numel:
-            # reshard_after_forward=int gathers weights that are decoded already, inside a node.
+            # reshard_after_forward=int gathers weights that are decoded already, among some ranks.
+            some_ranks = dist.get_process_group_ranks(group)
+            self._sharded.level.shards.flat.count_ring(
+                output_tensor.nbytes, role="weights", among=some_ranks
+            )
             return self._own(output_tensor, input_tensor, group, async_op)
         with profiler_range("gather", self._sharded.title):
             if self._node_shard is not None:

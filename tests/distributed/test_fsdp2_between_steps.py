@@ -875,6 +875,30 @@ def test_a_step_that_only_makes_states_does_not_count() -> None:
 
 @pytest.mark.parametrize("scheme", ["hybrid", "qsdp"])
 @on_ranks(2)
+def test_a_rank_that_steps_alone_is_told_before_weights_are_compared(scheme: str) -> None:
+    """The other rank takes no part in the comparison, but votes in its next forward."""
+
+    def program(run: Run) -> None:
+        run.step(0)
+        run.backward(1)
+        said = "have taken 1 steps on some ranks and 2 on others"
+        with pytest.raises(RuntimeError, match=said):
+            if dist.get_rank() == 1:
+                run.optimizer.step()
+            else:
+                run.optimizer.zero_grad()
+                run.model(rows(2))
+                run.model(rows(3))
+
+    mesh = None
+    if scheme == "qsdp":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    block = {**with_copies(scheme, 2), "checksum_steps": 2}
+    played(program, block, mesh=mesh)
+
+
+@pytest.mark.parametrize("scheme", ["hybrid", "qsdp"])
+@on_ranks(2)
 def test_ranks_that_step_alone_end_all_of_them(scheme: str) -> None:
     """Without copies the ranks go on with equal steps; messages of copies would meet wrong ones."""
     said = "have taken 1 steps on some ranks and 2 on others"

@@ -158,6 +158,31 @@ def test_gradients_that_no_optimizer_uses_skip_no_later_step() -> None:
     assert found == [False, True, False, False]
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("is_sent", [True, False])
+@on_ranks(2)
+def test_every_step_with_inf_is_found_and_counted(is_held: bool, is_sent: bool) -> None:
+    """Gradients are dropped by writing None. is_held: by an optimizer. is_sent: not ignored."""
+    model = Experts()
+    fully_shard(model, ignored_params=set() if is_sent else set(model.own.parameters()))
+    held = model.parameters() if is_held else model.shared.parameters()
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    block = {"scheme": "qsdp", "min_numel": 64, "fallback": {"on_nonfinite": "full_precision"}}
+    front = fsdp2.attach(model, block, optimizer=optimizer)
+    factor = [1.0]
+    model.own.register_forward_hook(lambda module, args, output: output * factor[0])
+    found = []
+    for step in range(6):
+        factor[0] = float("inf") if step in (1, 2, 4) and dist.get_rank() == 1 else 1.0
+        model(rows(step)).backward()
+        found.append(front.found_nonfinite())
+        if not found[-1]:
+            optimizer.step()
+        _set_to_none(model, optimizer)
+    assert found == [False, True, True, False, True, False]
+    assert ds_quant.report(model)["nonfinite_steps"] == 3
+
+
 @on_ranks(2)
 def test_a_loop_that_asks_after_every_backward_goes_on_after_an_accumulation_with_nan() -> None:
     """It gives the accumulation up by writing None, and its first backward reduces nothing."""

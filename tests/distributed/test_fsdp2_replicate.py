@@ -206,7 +206,16 @@ class OwnZeroGrad(torch.optim.AdamW):
         super().zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, OwnZeroGrad])
+class WithoutSuper(torch.optim.AdamW):
+    """An optimizer whose ``zero_grad`` calls no other."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, OwnZeroGrad, WithoutSuper])
 @pytest.mark.parametrize("kind", MODELS)
 @on_ranks(2)
 def test_a_first_checkpoint_amid_an_accumulation_drops_no_gradients(

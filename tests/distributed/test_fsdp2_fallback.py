@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import ds_quant
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
-from tests.distributed.fsdp2_runs import WIDTH
+from tests.distributed.fsdp2_runs import WIDTH, logged
 from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.test_fsdp2_between_steps import one_per_parameter, rows, sgd, sharded
 
@@ -368,6 +368,7 @@ def attached_beside_kill_file(block: dict[str, Any]) -> tuple[Path, Any, Any, An
 def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
     file, model, optimizer, front = attached_beside_kill_file(BLOCK)
     assert "DS_QUANT_KILL_FILE watched" in front.line
+    lines = logged()
     sent = []
     for step in range(4):
         if step == 1 and dist.get_rank() == 3:
@@ -380,6 +381,10 @@ def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
     quantized, exact = sent[0], sent[2]
     assert exact > 2 * quantized
     assert sent == [quantized, quantized, exact, quantized]
+    if dist.get_rank() == 0:
+        began, ended = [line for line in lines if "DS_QUANT_KILL_FILE" in line]
+        assert "step 1: " in began and "on rank 3: full precision from the next step on" in began
+        assert "step 2: " in ended and "gone on all ranks: quantized again" in ended
 
 
 @on_ranks(4)

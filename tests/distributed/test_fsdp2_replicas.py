@@ -601,6 +601,7 @@ def test_meshes_that_make_no_replicas_are_refused_by_name() -> None:
             fsdp2.attach(replicated(new_model(), mesh), block, optimizer=[])
 
     refused(mesh_of(2), {"node_size": 1}, "node_size=1: allowed with replicas of 2 ranks: 2")
+    refused(mesh_of(2), {"scheme": "autotune"}, '"autotune": allowed with replicas: a preset')
     scattered = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replica", "shard"))
     refused(
         scattered, {}, r"replicas of ranks \[0, 2\] and \[1, 3\]: allowed: replicas that follow"

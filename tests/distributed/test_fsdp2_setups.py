@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -578,6 +579,20 @@ def test_copies_that_do_not_fit_on_one_rank_are_refused_on_all() -> None:
     with pytest.raises(RuntimeError, match=r"node shard takes .* GB on every .*replicas"):
         require_memory(front.run, Free(free, 0), **how)
     require_memory(front.run, Free(10**12, 0), **how)
+
+
+@on_ranks(4)
+def test_memory_that_messages_would_exceed_is_warned_of() -> None:
+    model = sharded()
+    block = {"scheme": "eden4", "node_size": 2, "min_numel": 64}
+    run = fsdp2.attach(model, block, optimizer=sgd(model)).run
+    volume = run.comm_volume()
+    needed = (volume.memory + volume.partial_sums) * volume.numel + run.peak_bytes(volume)
+    for free, is_warned in ((int(needed) + 1, False), (int(needed) - 1, True)):
+        run.notices.clear()
+        require_memory(run, Free(free, 0), on_host=False, holds_gradients=True, way_out="")
+        said = "may run out of memory: .* of node shard and .* of waiting gradients and .* messages"
+        assert bool(re.search(said, " ".join(run.notices))) == is_warned
 
 
 @on_ranks(2)

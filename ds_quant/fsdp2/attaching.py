@@ -26,8 +26,8 @@ from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, ranks_of_model
 from ds_quant.fsdp2.sharded_module import (
     gathered_dtype,
     groups_of,
+    named_parameters,
     refuse_unsupported,
-    sharded_parameters,
 )
 from ds_quant.policy import refusals
 from ds_quant.runtime import log
@@ -347,7 +347,7 @@ def _refuse_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> Non
     Raises:
         AttachError
     """
-    known = {id(parameter) for parameter in sharded_parameters(model)}
+    known = {id(parameter) for _, parameter in named_parameters(model)}
     for optimizer in optimizers:
         if not any(id(parameter) in known for parameter in parameters_of(optimizer)):
             raise AttachError(

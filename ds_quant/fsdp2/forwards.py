@@ -53,10 +53,11 @@ class Forwards:
     def compare_steps(self, *, now: bool = False) -> None:
         """Compare the optimizer steps of all ranks. A collective, if random bits depend on them.
 
-        now: wait for the device, so that the comparison holds for now.
+        now: read the vote of this call, too, which waits for the device.
 
         Raises:
-            UnequalSteps: on all ranks, if they differed in the last forward, or differ now.
+            UnequalSteps: on all ranks, if they differed in the last forward; with ``now`` also if
+                they differ here.
         """
         if self._steps_vote is not None:
             self._steps_vote.compare(self._run.step)
@@ -67,6 +68,7 @@ class Forwards:
         """Return the error of ranks whose optimizers have stepped alone.
 
         has_copies: nodes keep copies of the weights, so that weights of the step are under way.
+            Then ``refuse_ended`` raises it from now on.
         """
         least, most = unequal.args
         message = (

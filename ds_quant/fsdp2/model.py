@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -30,11 +28,16 @@ from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.prices import line_parts_of, sizes_of, workload_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, run_of
 from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
-from ds_quant.fsdp2.watched_gradients import WatchedGradients, named_parameters
+from ds_quant.fsdp2.watched_gradients import WatchedGradients
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
 from ds_quant.policy.scheme import Scheme
-from ds_quant.runtime.copies import compare_copies, compare_replicas, compares_replicas
+from ds_quant.runtime.copies import (
+    compare_copies,
+    compare_replicas,
+    compares_copies,
+    compares_replicas,
+)
 from ds_quant.runtime.figures import figures
 from ds_quant.runtime.front import Workload
 from ds_quant.runtime.message_check import check_messages
@@ -117,8 +120,8 @@ class AttachedModel:
         self._optimizers = OptimizerSteps(self)
         watched: WatchedGradients | None = None
         if self.run.finite_flags is not None:
-            parameters = partial(named_parameters, weakref.ref(model), modules)
-            watched = WatchedGradients(self.run.finite_flags, parameters, self._optimizers)
+            flags = self.run.finite_flags
+            watched = WatchedGradients(flags, model, modules, self._optimizers)
         self.context = Context(
             run=self.run,
             before_gather=self._before_gather,
@@ -468,14 +471,12 @@ class AttachedModel:
         Raises:
             RuntimeError: on all ranks, if replicas differ, or if some have stepped alone.
         """
-        every = self.run.scheme.block.checksum_steps
-        has_copies = bool(self.copies is not None and every and self.step % every == 0)
-        has_replicas = compares_replicas(self.run, self.step)
-        if has_copies or has_replicas:
-            self._compare_steps(now=True)  # a rank that has not stepped takes no part in the rest
-        if has_copies and self.copies is not None:
+        # A rank that has not stepped takes no part in what follows ``_compare_steps``.
+        if self.copies is not None and compares_copies(self.run, self.step):
+            self._compare_steps(now=True)
             compare_copies(self.run, self.copies, self.step)
-        if has_replicas:
+        if compares_replicas(self.run, self.step):
+            self._compare_steps(now=True)
             compare_replicas(self.run, self._replicated_weights(), self.step)
 
     def _replicated_weights(self) -> Iterator[tuple[int, list[Tensor]]]:

@@ -60,7 +60,7 @@ class OptimizerSteps:
 
     has_reduced: gradients were reduced since the last step of any optimizer, and not all of them
         are dropped.
-    have_stepped_in_backward: some have, in this optimizer step.
+    have_stepped_in_backward: an optimizer has stepped in a backward of this optimizer step.
     """
 
     def __init__(self, front: Followed) -> None:
@@ -72,7 +72,7 @@ class OptimizerSteps:
         self.have_stepped_in_backward = False
         self._is_new = False  # an optimizer step has begun that is not counted
         self._is_pending = False  # weights have moved and are not sent
-        # That has made its state, and nothing else has happened since.
+        # The optimizer whose last step has made its state, until its ``zero_grad``.
         self._with_new_state: weakref.ref[Optimizer] | None = None
         self._undo: list[Undo] = []
 

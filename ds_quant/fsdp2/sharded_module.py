@@ -254,12 +254,27 @@ def refuse_unsupported(model: nn.Module) -> None:
                 )
 
 
-def sharded_parameters(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of a model, sharded and as its modules hold them now."""
-    yield from model.parameters()
-    for _, _, group in groups_of(model):
-        for member in group.fsdp_params:
-            yield member.sharded_param
+def named_parameters(
+    model: nn.Module, modules: Sequence[ShardedModule] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model and their names, sharded and as its modules hold them now.
+
+    A sharded parameter that its module does not hold now has the name of the module, unless it is
+    one of ``modules``.
+    """
+    found = [
+        (param.name, member.sharded_param)
+        for sharded in modules
+        for param, member in zip(sharded.params, sharded.members, strict=True)
+    ]
+    found += model.named_parameters()
+    for name, _, group in groups_of(model):
+        found += [(name, member.sharded_param) for member in group.fsdp_params]
+    yielded: set[int] = set()  # ids
+    for name, parameter in found:
+        if id(parameter) not in yielded:
+            yielded.add(id(parameter))
+            yield name, parameter
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, FSDPModule, ParamGroup]]:
@@ -389,13 +404,13 @@ def gathered_by_fsdp(modules: Sequence[ShardedModule]) -> Iterator[str]:
             f"FSDP2 gathers the weights of {len(gathers)} module(s) itself, such as "
             f"{first.title}, which holds weights of {first.fsdp_gathers}"
         )
-    few = [torch_names.ranks_of_backward(sharded.group) for sharded in modules]
-    sizes = sorted({size for size in few if size is not None})
-    if sizes:
+    sizes = [torch_names.ranks_of_backward(sharded.group) for sharded in modules]
+    gathered_among = [size for size in sizes if size is not None]
+    if gathered_among:
+        ranks = " or ".join(map(str, sorted(set(gathered_among))))
         yield (
-            f"FSDP2 gathers the weights of {len(few) - few.count(None)} module(s) again for the "
-            f"backward, among {' or '.join(map(str, sizes))} ranks and in full precision: the "
-            "volume leaves these gathers out"
+            f"FSDP2 gathers the weights of {len(gathered_among)} module(s) again for the backward, "
+            f"among {ranks} ranks and in full precision: the volume leaves these gathers out"
         )
     reduces = [sharded for sharded in modules if not sharded.reduces]
     if reduces:

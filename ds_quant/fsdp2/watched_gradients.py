@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from ds_quant.fsdp2.optimizers import OptimizerSteps
-from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
+from ds_quant.fsdp2.sharded_module import ShardedModule, named_parameters
 from ds_quant.runtime.fallback import Finding, first_nonfinite
-
-Parameters = Iterable[tuple[str, Tensor]]  # names and parameters
 
 
 class WatchedGradients:
     """The gradients of a model between two optimizer steps.
 
     flags: of the run, see ``fallback.first_nonfinite``. A vote reads and empties them.
-    parameters: returns those of the model, with their names.
+    modules: of the model, that are served.
     optimizers: that use the gradients.
 
     found: NaN or Inf, on any rank, when the loop last asked for it.
@@ -37,12 +35,14 @@ class WatchedGradients:
     def __init__(
         self,
         flags: list[tuple[str, Tensor]],
-        parameters: Callable[[], Parameters],
+        model: nn.Module,
+        modules: Sequence[ShardedModule],
         optimizers: OptimizerSteps,
     ) -> None:
         self.found = False
         self._flags = flags
-        self._parameters = parameters
+        self._model_of = weakref.ref(model)
+        self._modules = modules
         self._optimizers = optimizers
         # By id, gradients when a vote found NaN or Inf, with their parameters:
         self._noted: dict[int, tuple[Tensor, TensorWeakRef]] = {}
@@ -70,8 +70,8 @@ class WatchedGradients:
     def first_nonfinite(self) -> Finding | None:
         """Return the first gradient of this rank with NaN or Inf.
 
-        A gradient that no optimizer uses counts once, because nobody need drop it. Optimizers that
-        step in backward have dropped all: then the reduced ones count.
+        A gradient that no optimizer uses counts once, because nobody has to drop it. Optimizers
+        that step in backward have dropped all: then the reduced ones count.
         """
         module = first_nonfinite(self._flags)
         names: list[str] = []
@@ -82,6 +82,12 @@ class WatchedGradients:
         if module is not None:
             return Finding(module, is_origin=True)
         return Finding(names[0], is_origin=False) if names else None
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of the model and their names; none if the user has deleted it."""
+        model = self._model_of()
+        if model is not None:
+            yield from named_parameters(model, self._modules)
 
     def _names_of_nonfinite(self) -> list[str]:
         held = self._optimizers.held_parameters()  # none if no optimizer is known
@@ -120,40 +126,16 @@ class WatchedGradients:
         self._noted.clear()
 
 
-def named_parameters(
-    model_of: weakref.ref[nn.Module], modules: Sequence[ShardedModule]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model that hold gradients, with their names.
-
-    model_of: returns the model. modules: those of it that are served.
-    """
-    yielded: set[int] = set()  # ids
-    for sharded in modules:
-        for param, member in zip(sharded.params, sharded.members, strict=True):
-            yielded.add(id(member.sharded_param))
-            yield param.name, member.sharded_param
-    model = model_of()
-    if model is None:
-        return
-    # Parameters that are not sent: those of one rank, and those that FSDP2 leaves alone.
-    unsent = [
-        (name, member.sharded_param)
-        for name, _, group in groups_of(model)
-        for member in group.fsdp_params
-    ]
-    for name, parameter in (*unsent, *model.named_parameters()):
-        if id(parameter) not in yielded:
-            yielded.add(id(parameter))
-            yield name, parameter
-
-
 def _is(gradient: Tensor | None, other: TensorWeakRef) -> bool:
     """Return True if a gradient is the tensor of another time, to which others may be added."""
     return gradient is not None and gradient is other()
 
 
-def _nonfinite(parameters: Parameters) -> list[tuple[str, Tensor]]:
-    """Return the parameters whose gradients on this rank hold NaN or Inf. Waits for the device."""
+def _nonfinite(parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the names and parameters whose gradients on this rank hold NaN or Inf.
+
+    Waits for the device.
+    """
     looked_at: list[tuple[str, Tensor]] = []
     gradients: list[Tensor] = []
     for name, parameter in parameters:

@@ -35,13 +35,17 @@ class WeightCache(Protocol):
         """Refill the copies from the exact weights. A collective."""
 
 
+def compares_copies(run: Run, step: int) -> bool:
+    """Return True if copies are compared after this step: every ``checksum_steps``."""
+    every = run.scheme.block.checksum_steps
+    return bool(every) and step % every == 0
+
+
 def compare_copies(run: Run, cache: WeightCache, step: int) -> None:
-    """Compare the copies every ``checksum_steps`` optimizer steps; refill all if any differ.
+    """Compare the copies, and refill all if any differ.
 
     step: the number of optimizer steps that the copies follow.
     """
-    if step % run.scheme.block.checksum_steps != 0:
-        return
     differing = differing_ranks(run, cache.comparable_weights(), step)
     if differing:
         run.state.resyncs += 1

@@ -15,7 +15,7 @@ from ds_quant.config.environment import VARIABLE
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.policy import refusals
 from ds_quant.runtime import handshake, message_check
-from ds_quant.runtime.copies import WeightCache, compare_copies
+from ds_quant.runtime.copies import WeightCache, compare_copies, compares_copies
 from ds_quant.runtime.fallback import fallback_of
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.run import Run
@@ -227,7 +227,9 @@ def _add_weight_updates(attached: AttachedEngine) -> None:
 
 def _compare_copies(run: Run, cache: WeightCache) -> None:
     """Compare the copies after an update, once they have the new weights."""
-    compare_copies(run, cache, run.step + 1)  # DeepSpeed counts the step only after it
+    step = run.step + 1  # DeepSpeed counts the step only after it
+    if compares_copies(run, step):
+        compare_copies(run, cache, step)
 
 
 # ---- ZeRO-3 ----

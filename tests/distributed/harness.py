@@ -126,6 +126,14 @@ def scratch() -> Path:
     return Path(os.environ["TEST_SCRATCH"])
 
 
+def move_kill_file(file: Path, step: int) -> None:
+    """Make the file on the last rank before step 1, and remove it before step 2."""
+    if step == 1 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        file.touch()
+    if step == 2:
+        file.unlink(missing_ok=True)
+
+
 def run_each(
     function: Callable[..., Any],
     world: int,

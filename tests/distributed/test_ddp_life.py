@@ -43,7 +43,7 @@ from tests.distributed.ddp_runs import (
     three_steps,
 )
 from tests.distributed.ddp_trials import without_states, without_sync
-from tests.distributed.harness import on_ranks, run_each, scratch
+from tests.distributed.harness import move_kill_file, on_ranks, run_each, scratch
 from tests.distributed.messages import MessageDamage
 from tests.distributed.test_memory import follow_buffers
 
@@ -564,10 +564,7 @@ def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
     assert "DS_QUANT_KILL_FILE watched" in run.front.line
     sent = []
     for step in range(4):
-        if step == 1 and dist.get_rank() == 1:
-            file.touch()
-        if step == 2:
-            file.unlink(missing_ok=True)
+        move_kill_file(file, step)
         sent.append(step_bytes(run, step))
     assert are_exact(sent) == [False, False, True, False]
 

@@ -17,7 +17,7 @@ import ds_quant
 from ds_quant import fsdp2
 from ds_quant.fsdp2.attaching import front_of
 from tests.distributed.fsdp2_runs import WIDTH, logged
-from tests.distributed.harness import on_ranks, scratch
+from tests.distributed.harness import move_kill_file, on_ranks, scratch
 from tests.distributed.test_fsdp2_between_steps import one_per_parameter, rows, sgd, sharded
 
 BLOCK = {"scheme": "qsdp", "node_size": 2, "min_numel": 64}
@@ -266,9 +266,7 @@ def _of_one_rank() -> nn.Module:
     fully_shard(model.own, mesh=mesh["one"])
     fully_shard(model, mesh=mesh["all"])
     attach_watching(model)
-    if dist.get_rank() == 1:
-        model.own.register_forward_hook(lambda module, args, output: output * float("inf"))
-    model(rows(0)).backward()
+    _make_inf(model)
     return model
 
 
@@ -277,10 +275,15 @@ def _left_alone() -> nn.Module:
     model = Experts()
     fully_shard(model, ignored_params=set(model.own.parameters()))
     attach_watching(model)
+    _make_inf(model)
+    return model
+
+
+def _make_inf(model: Experts) -> None:
+    """Give the layer of rank 1 gradients of Inf."""
     if dist.get_rank() == 1:
         model.own.register_forward_hook(lambda module, args, output: output * float("inf"))
     model(rows(0)).backward()
-    return model
 
 
 def attach_watching(model: Any) -> None:
@@ -324,18 +327,11 @@ def test_the_module_whose_gradient_held_inf_is_named_after_clipping() -> None:
 
 @on_ranks(2)
 def test_optimizers_that_step_in_backward_vote_before_the_next_forward() -> None:
-    file = Path(scratch()) / f"kill {dist.get_rank()}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_QUANT_KILL_FILE", str(file))
-        model = sharded()
-        block = {**BLOCK, "node_size": 1, "fallback": {"on_nonfinite": "raise"}}
-        fsdp2.attach(model, block, optimizer=one_per_parameter(model))
+    block = {**BLOCK, "node_size": 1, "fallback": {"on_nonfinite": "raise"}}
+    file, model, _, _ = attached_beside_kill_file(block, one_per_parameter)
     sent = []
     for step in range(4):
-        if step == 1 and dist.get_rank() == 1:
-            file.touch()
-        if step == 2:
-            file.unlink(missing_ok=True)
+        move_kill_file(file, step)
         sent.append(backward(model, step))
     quantized, exact = sent[:2]  # the forward of step 1 has ended step 0
     assert exact > 2 * quantized
@@ -353,13 +349,15 @@ def test_gradients_that_nothing_looks_at_are_no_finite_ones() -> None:
         front.found_nonfinite()
 
 
-def attached_beside_kill_file(block: dict[str, Any]) -> tuple[Path, Any, Any, Any]:
+def attached_beside_kill_file(
+    block: dict[str, Any], make_optimizer: Callable[[Any], Any] = sgd
+) -> tuple[Path, Any, Any, Any]:
     """Return the path of this rank's kill file, a model, its optimizer and the front."""
     file = Path(scratch()) / f"kill {dist.get_rank()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_QUANT_KILL_FILE", str(file))
         model = sharded()
-        optimizer = sgd(model)
+        optimizer = make_optimizer(model)
         front = fsdp2.attach(model, block, optimizer=optimizer)
     return file, model, optimizer, front
 
@@ -371,10 +369,7 @@ def test_a_kill_file_on_one_rank_sends_all_of_them_in_full_precision() -> None:
     lines = logged()
     sent = []
     for step in range(4):
-        if step == 1 and dist.get_rank() == 3:
-            file.touch()
-        if step == 2:
-            file.unlink(missing_ok=True)
+        move_kill_file(file, step)
         sent.append(backward(model, step))
         optimizer.step()
         optimizer.zero_grad()

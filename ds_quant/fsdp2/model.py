@@ -422,14 +422,23 @@ class AttachedModel:
     def _require_no_partial_sums(self, event: str) -> None:
         """Raise RuntimeError if gradients wait for a backward that was declared the last one."""
         waiting = self.waiting_modules()
-        if waiting:
+        if not waiting:
+            return
+        reason = (
+            f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as {waiting[0]}, "
+            "have not been reduced over all ranks"
+        )
+        if any(torch_names.has_ended_early(sharded.module) for sharded, _, _ in self.served):
             raise RuntimeError(
-                f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as "
-                f"{waiting[0]}, have not been reduced over all ranks: call "
-                "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
-                "called it, before the last backward of a step; or drop the gradients with "
-                f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'
+                f"{reason}, because an error has ended a backward: call model.reset_iter_state() "
+                "where you catch the error (torch 2.13 or newer), and begin the step again"
             )
+        raise RuntimeError(
+            f"{reason}: call "
+            "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
+            "called it, before the last backward of a step; or drop the gradients with "
+            f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'
+        )
 
     def _require_unwritten_gradients(self) -> None:
         """Raise RuntimeError if gradients were written between two backwards of this step."""

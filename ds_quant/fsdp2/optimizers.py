@@ -30,7 +30,6 @@ from torch.optim.optimizer import (
 )
 
 from ds_quant.fsdp2 import torch_names
-from ds_quant.fsdp2.dropped_gradients import Undo, drop_with_optimizer
 
 # Attached models, in the order of ``attach``, which is the same on all ranks.
 _following: list[weakref.ref[OptimizerSteps]] = []
@@ -74,7 +73,6 @@ class OptimizerSteps:
         self._is_pending = False  # weights have moved and are not sent
         # The optimizer whose last step has made its state, until its ``zero_grad``.
         self._with_new_state: weakref.ref[Optimizer] | None = None
-        self._undo: list[Undo] = []
 
     def follow(self, given: Iterable[Optimizer]) -> None:
         """Begin to follow all optimizers. given: those that are known already."""
@@ -83,8 +81,7 @@ class OptimizerSteps:
 
     def know(self, given: Iterable[Optimizer]) -> None:
         """Count the steps of optimizers before their first one."""
-        for optimizer in given:
-            self._know(optimizer)
+        self._known.update(given)
 
     def after_reduction(self) -> None:
         """Note that gradients were reduced."""
@@ -104,8 +101,6 @@ class OptimizerSteps:
 
     def stop(self) -> None:
         """Follow no optimizer any more."""
-        for undo in self._undo:
-            undo()
         _following[:] = [each for each in _following if each() not in (self, None)]
 
     # ---- hooks of torch ----
@@ -123,7 +118,7 @@ class OptimizerSteps:
         if self._makes_state(optimizer):
             self._with_new_state = weakref.ref(optimizer)
             return
-        self._know(optimizer)
+        self._known.add(optimizer)
         if self.has_reduced or optimizer in self._stepped or not self._stepped:
             self._stepped = WeakSet()
             self._is_new = True
@@ -182,14 +177,6 @@ class OptimizerSteps:
         """Run after an optimizer has dropped its gradients."""
         self._with_new_state = None
 
-    def _know(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer, and learn when it drops the gradients in a way of its own."""
-        if optimizer in self._known:
-            return
-        self._known.add(optimizer)
-        if type(optimizer).zero_grad is not Optimizer.zero_grad:
-            self._undo.append(drop_with_optimizer(optimizer, self))
-
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer."""
@@ -210,33 +197,56 @@ _registered: list[Any] = []
 
 
 def _register() -> None:
-    """Register the hooks of all optimizers, once per process.
-
-    torch has none for ``zero_grad``, so the method of their base class is wrapped.
-    """
+    """Register the hooks of all optimizers, once per process."""
     if not _registered:
         # A compiled step runs its hooks: they must not be compiled with it.
         disable = torch.compiler.disable
         _registered.append(register_optimizer_step_pre_hook(disable(_before)))
         _registered.append(register_optimizer_step_post_hook(disable(_after)))
-        Optimizer.zero_grad = disable(  # type: ignore[method-assign]
-            _dropping_first(Optimizer.zero_grad)
-        )
+        _wrap_class(Optimizer)
+        Optimizer.__init_subclass__ = classmethod(_wrap_new_class)  # type: ignore[assignment]
 
 
-def _dropping_first(zero_grad: Callable[..., None]) -> Callable[..., None]:
+# ---- zero_grad ----
+
+# torch has no hook for ``zero_grad``, and a class may have one that calls no other. So the method
+# is wrapped in every class of optimizers.
+_wrapped: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def _wrap_class(kind: type[Optimizer]) -> None:
+    """Wrap ``zero_grad`` of a class and of its subclasses, where they have their own."""
+    if kind.zero_grad not in _wrapped:
+        wrapped = torch.compiler.disable(_dropping_first(kind.zero_grad))
+        _wrapped.add(wrapped)
+        kind.zero_grad = wrapped  # type: ignore[method-assign]
+    for subclass in kind.__subclasses__():
+        _wrap_class(subclass)
+
+
+def _wrap_new_class(kind: type[Optimizer], **keywords: Any) -> None:
+    """Wrap ``zero_grad`` of a class that is defined now."""
+    super(Optimizer, kind).__init_subclass__(**keywords)
+    _wrap_class(kind)
+
+
+def _dropping_first(zero_grad: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``zero_grad`` that first drops the partial sums of all models."""
 
     @wraps(zero_grad)
-    def drop_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def drop_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         following = [steps for each in list(_following) if (steps := each()) is not None]
         for steps in following:
             steps.before_zero_grad(optimizer)
-        zero_grad(optimizer, *args, **kwargs)
+        result = zero_grad(optimizer, *args, **kwargs)
         for steps in following:
             steps.after_zero_grad()
+        return result
 
     return drop_first
+
+
+# ---- hooks of all optimizers ----
 
 
 def _before(optimizer: Optimizer, *_: Any) -> None:

@@ -117,6 +117,12 @@ def is_last_backward(module: FSDPModule) -> bool:
     return is_last
 
 
+def has_ended_early(module: FSDPModule) -> bool:
+    """Return True if an error has ended a backward of the module's root, and nothing was reset."""
+    is_open: bool = module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+    return is_open and not in_backward()
+
+
 def is_gathered_again(module: FSDPModule, group: ParamGroup, *, is_outermost: bool) -> bool:
     """Return True if the backward gathers weights again from all ranks that share them.
 

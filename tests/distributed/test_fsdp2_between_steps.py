@@ -613,6 +613,50 @@ def test_a_step_after_gradients_were_written_between_backwards_names_the_way_out
     assert_near(played(program, EXACT), played(program, None))
 
 
+class _Failing(torch.autograd.Function):
+    """Raises an error in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("out of memory")
+
+
+@on_ranks(4)
+def test_a_step_after_an_error_in_a_backward_names_the_way_out() -> None:
+    """FSDP2 finishes no backward after it until its state is reset."""
+
+    def program(run: Run) -> None:
+        run.step(0)
+        hook = run.model.second.register_forward_hook(lambda *given: _Failing.apply(given[-1]))
+        with pytest.raises(ValueError, match="out of memory"):
+            run.backward(1)
+        hook.remove()
+        if run.front is not None:
+            run.optimizer.zero_grad()
+            run.backward(2, last=False)
+            run.backward(3)
+            with pytest.raises(RuntimeError, match=ENDED_BACKWARD):
+                run.optimizer.step()
+        run.model.reset_iter_state()
+        run.optimizer.zero_grad()
+        run.backward(4, last=False)
+        run.backward(5)
+        run.update()
+        run.look()
+
+    assert_near(played(program, EXACT), played(program, None))
+
+
+ENDED_BACKWARD = (
+    r"the optimizer steps while gradients of 4 module\(s\), such as .*, have not been reduced over "
+    r"all ranks, because an error has ended a backward: call model\.reset_iter_state\(\) where "
+)
+
+
 @on_ranks(4)
 def test_a_hook_of_replicas_runs_in_the_backwards_in_which_fsdp2_calls_it() -> None:
     def calls(block: str | None) -> int:

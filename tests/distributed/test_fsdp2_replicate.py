@@ -295,13 +295,48 @@ def test_the_start_up_line_tells_that_no_weights_are_sent() -> None:
 # ---- gradients that wait ----
 
 
+class _Drops:
+    """A ``zero_grad`` that calls no other, to be mixed in."""
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _class_made_since(model: Any) -> torch.optim.Optimizer:
+    class MadeSince(WithoutSuper):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            WithoutSuper.zero_grad(self)
+
+    return MadeSince(model.parameters())
+
+
+def _mixed_in_since(model: Any) -> torch.optim.Optimizer:
+    return type("Mixed", (_Drops, torch.optim.SGD), {})(model.parameters())
+
+
+DROPS = {
+    "model": lambda model: model,
+    "optimizer": adam,
+    "own zero_grad": lambda model: WithoutSuper(model.parameters()),
+    "class made since": _class_made_since,
+    "mixed in since": _mixed_in_since,
+}
+
+
 @pytest.mark.parametrize(
     ("declare", "drops"),
-    [("set_requires_all_reduce", "model"), ("set_is_last_backward", "optimizer made since")],
+    [("set_requires_all_reduce", "model"), *[("set_is_last_backward", drops) for drops in DROPS]],
 )
 @on_ranks(2)
 def test_a_declared_backward_sends_nothing_and_may_be_dropped(declare: str, drops: str) -> None:
-    """Gradients of one step alone are those of a step after an accumulation that is given up."""
+    """Gradients of one step alone are those of a step after an accumulation that is given up.
+
+    drops: its ``zero_grad`` is called, of an optimizer made after ``attach``.
+    """
     model, _ = train("replicate()", {"scheme": "full_precision"}, steps=1, mp_policy=BF16)
     backward(model, 1)
     expected = [p.grad.full_tensor() for p in model.parameters()]
@@ -314,7 +349,7 @@ def test_a_declared_backward_sends_nothing_and_may_be_dropped(declare: str, drop
     assert front.figures()["received_bytes"]["gradients"] == received
     with pytest.raises(RuntimeError, match="the model is detached while gradients of 3 module"):
         front.detach()
-    (model if drops == "model" else adam(model)).zero_grad()
+    DROPS[drops](model).zero_grad()
     getattr(model, declare)(True)
     backward(model, 1)
     found = [p.grad.full_tensor() for p in model.parameters()]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,16 +12,21 @@ import torch
 from torch import nn
 
 from ds_quant.comm.reduction_plan import presumed_pace
+from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import LosslessDifferences, Traffic
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import native
 from ds_quant.policy import in_words
-from ds_quant.policy.cost import LOSSLESS_BITS
+from ds_quant.policy.cost import LOSSLESS_BITS, CommVolume
+from ds_quant.policy.model_volume import ModelVolume
+from ds_quant.policy.route import Routes
+from ds_quant.policy.scheme import Scheme
 from ds_quant.runtime import run as run_module
+from ds_quant.runtime import start_line
 from ds_quant.runtime.run import Run, SchemeState, StockVolume
 from ds_quant.runtime.savings import Savings
-from ds_quant.runtime.start_line import LineParts, announce, full_line, summary
+from ds_quant.runtime.start_line import LineParts, announce, full_line, saving, summary
 from tests.world import SimulatedRank, World
 
 
@@ -237,3 +245,525 @@ def test_slow_kernels_have_a_line_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(made.run, "info", lines.append)
     announce(made.run, parts_of(made.run))
     assert "quantized_comm: torch kernels are slow: C++ ones were not compiled" in lines
+
+
+# ---- the start-up lines, word by word ----
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def priced(
+    scheme: str = "qsdp",
+    *,
+    nodes: int = 2,
+    node_size: int = 8,
+    stage: int = 3,
+    replicas: bool = False,
+    kernels: Mapping[str, Any] = MappingProxyType({"backend": "torch"}),
+    block: Mapping[str, Any] = MappingProxyType({}),
+    **figures: Any,
+) -> CommVolume:
+    """Return the volume of a scheme between some ranks. figures: others than the usual ones."""
+    routes = Routes(
+        scheme=parse_block({"scheme": scheme, **kernels, **block}).to_scheme(),
+        stage=stage,
+        nodes=nodes,
+        node_size=node_size,
+        replicas=replicas,
+    )
+    usual: dict[str, Any] = {"numel": 10**9, "weights": 1.0, "gradients": 0.5, "kept": {}}
+    return CommVolume(routes=routes, **usual | {"full_precision_share": 0.0} | figures)
+
+
+def run_of(
+    *parts: CommVolume,
+    device: str = "cuda",
+    dtypes: Sequence[tuple[torch.dtype, int]] = ((BF16, 10**9),),
+    micro_steps: int = 1,
+    world: int = 0,
+    others: Mapping[str, CommVolume] = MappingProxyType({}),
+    peak_bytes: float = 3.5e9,
+    names: Sequence[str] = (),
+    notices: Sequence[str] = (),
+) -> Any:
+    """Return the part of a run that its lines read.
+
+    parts: volumes of its levels. dtypes: of its weights, with their elements.
+    world: its ranks, if they are more than those of the first level.
+    others: volumes of other schemes by name. The rest cost as much as the first part.
+
+    asked: blocks of the schemes that were priced. said, warned: its lines.
+    """
+    levels = []
+    for part in parts:
+        topology = Topology(world=part.routes.ranks, node_size=part.routes.node_size)
+        levels.append(SimpleNamespace(topology=topology, routes=part.routes))
+    first = parts[0].routes
+    run = SimpleNamespace(
+        device=torch.device(device),
+        scheme=first.scheme,
+        routes=first,
+        levels=levels,
+        topology=Topology(world=world or first.ranks, node_size=first.node_size),
+        workload=SimpleNamespace(
+            micro_steps=micro_steps,
+            params=[
+                [SimpleNamespace(dtype=dtype, param=SimpleNamespace(shape=torch.Size([numel])))]
+                for dtype, numel in dtypes
+            ],
+        ),
+        params=[SimpleNamespace(name=name) for name in names],
+        notices=list(notices),
+        peak_bytes=lambda volume: peak_bytes if volume.parts == parts else float("nan"),
+        asked=[],
+        said=[],
+        warned=[],
+    )
+
+    def comm_volume(scheme: Scheme) -> ModelVolume:
+        run.asked.append(scheme.block)
+        return ModelVolume((others.get(scheme.name, parts[0]),))
+
+    run.comm_volume, run.info, run.log = comm_volume, run.said.append, run.warned.append
+    return run
+
+
+def plain(
+    *parts: CommVolume, stock: float = 6.0, layout: str = "ZeRO-3", **known: Any
+) -> LineParts:
+    """Return the parts of a front that knows little more than its volume."""
+    volume = ModelVolume(parts)
+    return LineParts(layout=layout, volume=volume, stock=StockVolume(stock, "bf16"), **known)
+
+
+def lines_of(run: Any, front: LineParts) -> list[str]:
+    """Return the lines of the log at start-up, without their subject."""
+    announce(run, front)
+    summary_lines, *others = run.said
+    lines = [*summary_lines.split("\n  "), *others]
+    assert lines[0].startswith("quantized_comm: ")
+    assert all(line.startswith("quantized_comm: ") for line in others)
+    return [line.removeprefix("quantized_comm: ") for line in lines]
+
+
+def test_the_lines_of_a_front_that_knows_little() -> None:
+    """Two gathers of 1 byte and one reduction of 0.5 bytes between two nodes of eight GPUs.
+
+    Half of what enters a node comes from it: (2 + 0.5) / 2.
+    """
+    part = priced()
+    run = run_of(part)
+    assert lines_of(run, plain(part)) == [
+        "qsdp on ZeRO-3, 2 nodes x 8 GPUs: 2.4 times fewer bytes between nodes",
+        "(2.50 instead of 6.00 per parameter and step); weights and gradients in 8 bits;",
+        "memory per GPU: 3.5 GB at most in a step; torch kernels; all: ds_quant.report(model)",
+    ]
+    assert full_line(run, plain(part)) == (
+        "qsdp on ZeRO-3, volume 2.50 B/param/step (bf16 6.00), all tensors quantized; "
+        "2 x 8 ranks; torch kernels; 1.25 B/param/step received per node; "
+        "extra memory: up to 3.5 GB"
+    )
+    assert saving(run, plain(part)) == (
+        "2.4 times fewer bytes between nodes (2.50 instead of 6.00 per parameter and step)"
+    )
+    assert run.warned == []
+
+
+def test_two_processes_are_said_to_be_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-2: one exchange of 0.5 bytes and two reductions of 0.25 bytes per step."""
+    monkeypatch.setattr(native, "unavailable_reason", lambda: None)
+    part = priced(
+        "eden4",
+        nodes=1,
+        node_size=2,
+        stage=2,
+        weights=0.5,
+        gradients=0.25,
+        kernels={},
+    )
+    run = run_of(part, device="cpu", micro_steps=2)
+    front = plain(part, stock=8.0, micro_steps=2, report_of="engine", kept_bytes=2e6)
+    assert lines_of(run, front) == [
+        "eden4 on ZeRO-3, 1 node x 2 CPU processes: 8.0 times fewer bytes between processes",
+        "(1.00 instead of 8.00 per parameter and step); weights in 4 bits, gradients in 8 bits; "
+        "memory per",
+        "process: 2.0 MB kept + 3.5 GB at most in a step; C++ kernels; "
+        "all: ds_quant.report(engine)",
+    ]
+    assert full_line(run, front) == (
+        "eden4 on ZeRO-3, volume 1.00 B/param/step (bf16 8.00), all tensors quantized; "
+        "1 x 2 ranks; C++ kernels; 0.50 B/param/step received per rank; "
+        "keeps 0.00 B/param (0.002 GB) more on every rank; extra memory: up to 3.5 GB"
+    )
+
+
+def test_two_nodes_of_one_process_each_are_named_in_the_singular() -> None:
+    part = priced("qsdp", node_size=1, block={"warmup_steps": 7})
+    run = run_of(part, device="cpu")
+    front = plain(part, period="backward")
+    assert lines_of(run, front) == [
+        "qsdp on ZeRO-3, 2 nodes x 1 CPU process: 2.4 times fewer bytes between nodes",
+        "(2.50 instead of 6.00 per parameter and backward); weights and gradients in 8 bits; "
+        "from step",
+        "7 on; memory per process: 3.5 GB at most in a step; torch kernels; "
+        "all: ds_quant.report(model)",
+    ]
+    assert full_line(run, front) == (
+        "qsdp on ZeRO-3, volume 2.50 B/param/backward (bf16 6.00), all tensors quantized; "
+        "2 x 1 ranks; torch kernels; 1.25 B/param/backward received per node; "
+        "extra memory: up to 3.5 GB; from step 7 on"
+    )
+
+
+def test_weights_that_stay_on_the_gpus_of_one_node_are_said_to() -> None:
+    """sdp4bit gathers them from a node shard, which one node has not."""
+    part = priced("sdp4bit", nodes=1, node_size=4, weights=2.0)
+    part = replace(part, kept={"1-D": 1, "excluded": 2}, full_precision_share=0.8)
+    run = run_of(part)
+    assert lines_of(run, plain(part)) == [
+        "sdp4bit on ZeRO-3, 1 node x 4 GPUs: 1.3 times fewer bytes between GPUs",
+        "(4.50 instead of 6.00 per parameter and step); "
+        "weights NOT compressed, gradients in 8 bits;",
+        "memory per GPU: 3.5 GB at most in a step; torch kernels; all: ds_quant.report(model)",
+    ]
+    assert full_line(run, plain(part)) == (
+        "sdp4bit on ZeRO-3, volume 4.50 B/param/step (bf16 6.00), "
+        "all weights, 1 small tensor, 2 excluded unquantized (80.0 % of bytes); 1 x 4 ranks; "
+        "torch kernels; 3.38 B/param/step received per rank; extra memory: up to 3.5 GB"
+    )
+
+
+def test_the_lines_of_a_front_that_knows_much() -> None:
+    """Between nodes weights and partial sums once per step: 0.3 + 0.4 bytes, half are received.
+
+    Inside a node two micro-steps: 2 x 2 gathers of 2 bytes and two reductions of 1 byte.
+    Partial sums of 0.5 bytes per parameter wait for the last micro-step: 3.5 GB + 0.5 GB.
+    """
+    part = priced(
+        "lossless_w_g3",
+        weights=0.3,
+        weights_most=2.0,
+        gradients=0.4,
+        weights_intra=2.0,
+        gradients_intra=1.0,
+        partial_sums=0.5,
+        full_precision_share=0.125,
+        kept={"small": 1, "fp32 weights": 2, "1-D": 3, "excluded": 5},
+        block={"warmup_steps": 3},
+    )
+    run = run_of(part, micro_steps=2, notices=["a notice", "another one"])
+    front = plain(
+        part,
+        stock=14.0,
+        layout="FSDP2",
+        micro_steps=2,
+        kept_bytes=12.4e9,
+        kept_where=" in host memory",
+        report_of="engine",
+        fetches="fetches are said",
+        weights="weights are said",
+        gradients="gradients are said",
+        accumulates=True,
+        reasons=["a reason"],
+    )
+    kept = "4 small tensors, 5 excluded, 2 fp32 weights"
+    assert lines_of(run, front) == [
+        "lossless_w_g3 on FSDP2, 2 nodes x 8 GPUs: 20.0 times fewer bytes between nodes",
+        "(0.70 instead of 14.00 per parameter and step); weights in about 2.4 bits without loss, "
+        "gradients",
+        "in 3 bits; from step 3 on; memory per GPU: 12 GB kept in host memory + "
+        "4.0 GB at most in a step;",
+        f"NOT compressed: {kept}, 12.5 % of the bytes",
+        "a reason",
+        "a notice",
+        "another one",
+    ]
+    assert full_line(run, front) == (
+        "lossless_w_g3 on FSDP2, volume 0.70 B/param/step between nodes (bf16 14.00), "
+        f"{kept} unquantized (12.5 % of bytes); 2 x 8 ranks; torch kernels; fetches are said; "
+        "0.35 B/param/step received per node; volume inside a node 10.00 B/param; "
+        "keeps 12.40 B/param (12.4 GB) more in host memory on every rank; weights are said; "
+        "gradients are said; buffering them takes 0.50 B/param (0.5 GB) on every rank; "
+        "extra memory: up to 3.5 GB; from step 3 on; "
+        "traffic depends on the learning rate: volume 2.40 B/param/step at most; "
+        "a reason; a notice; another one"
+    )
+
+
+def test_ranks_of_every_level_are_described_the_most_parameters_first() -> None:
+    """A quarter of the parameters sends 2.5 bytes between 16 ranks, the others 4.5 between 4.
+
+    Means: (2.5 + 3 x 4.5) / 4 and half of that.
+    """
+    dense = priced()
+    experts = priced(node_size=2, numel=3 * 10**9, weights=1.75, gradients=1.0, replicas=True)
+    run = run_of(dense, experts, world=16, others={"eden4": experts})
+    front = plain(dense, experts, stock=2.0, between="replicas of")
+    assert lines_of(run, front)[0] == (
+        "qsdp on ZeRO-3, 2 nodes x 8 GPUs: 2.0 times more bytes between nodes"
+    )
+    assert full_line(run, front) == (
+        "qsdp on ZeRO-3, volume 4.00 B/param/step (bf16 2.00), all tensors quantized; "
+        "75 % of the parameters on 2 replicas of 2 of 16 ranks, 4.50 B/param; "
+        "25 % of the parameters on 2 x 8 ranks, 2.50 B/param; torch kernels; "
+        "2.00 B/param/step received per node; extra memory: up to 3.5 GB"
+    )
+
+
+def test_one_level_between_nodes_is_enough_for_bytes_between_nodes() -> None:
+    """Experts inside a node send 2.5 bytes there, and dense layers 2.5 bytes between nodes."""
+    experts, dense = priced(nodes=1, node_size=4), priced(node_size=4)
+    run = run_of(experts, dense, world=8)
+    front = plain(experts, dense)
+    assert lines_of(run, front)[0] == (
+        "qsdp on ZeRO-3, 2 nodes x 4 GPUs: 4.8 times fewer bytes between nodes"
+    )
+    assert full_line(run, front) == (
+        "qsdp on ZeRO-3, volume 1.25 B/param/step between nodes (bf16 6.00), "
+        "all tensors quantized; "
+        "50 % of the parameters on 1 x 4 of 8 ranks, 2.50 B/param; "
+        "50 % of the parameters on 2 x 4 ranks, 2.50 B/param; torch kernels; "
+        "0.62 B/param/step received per node; volume inside a node 1.25 B/param; "
+        "extra memory: up to 3.5 GB"
+    )
+
+
+def test_a_block_that_leaves_out_all_tensors_has_no_advice() -> None:
+    part = priced(
+        node_size=1,
+        full_precision_share=1.0,
+        kept={"excluded": 3},
+        block={"exclude": ["*", "bias", "layr*"]},
+    )
+    run = run_of(
+        part,
+        notices=["a notice"],
+        names=["layer.weight"],
+        others={"eden4": priced("eden4", weights=0.0, gradients=0.0)},
+    )
+    front = plain(part, reasons=["a reason"])
+    assert lines_of(run, front) == [
+        "qsdp on ZeRO-3, 2 nodes x 1 GPU: 2.4 times fewer bytes between nodes",
+        "(2.50 instead of 6.00 per parameter and step); nothing is quantized;",
+        "memory per GPU: 3.5 GB at most in a step; torch kernels; all: ds_quant.report(model)",
+        "NOT compressed: 3 excluded, 100.0 % of the bytes",
+        "a notice",
+    ]
+    assert full_line(run, front).endswith("; extra memory: up to 3.5 GB; a notice")
+    assert run.asked == []
+    assert run.warned == [
+        'quantized_comm: exclude pattern "bias" matches no parameter; one is called layer.weight',
+        'quantized_comm: exclude pattern "layr*" matches no parameter; one is called layer.weight',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "called"),
+    [
+        ("heads", ["layer.weight", "head"], "head"),
+        ("xyz", ["layer.weight", "head"], "layer.weight"),
+        ("abcdefgh", ["zzz", "abcd5678"], "abcd5678"),  # half of the letters are alike
+        ("xyz", [], "nothing"),
+    ],
+)
+def test_a_pattern_without_a_parameter_is_compared_with_their_names(
+    pattern: str, names: list[str], called: str
+) -> None:
+    part = priced(block={"exclude": [pattern]})
+    run = run_of(part, names=names)
+    announce(run, plain(part))
+    assert run.warned == [
+        f'quantized_comm: exclude pattern "{pattern}" matches no parameter; one is called {called}'
+    ]
+
+
+def test_a_scheme_that_quantizes_nothing_names_no_tensors() -> None:
+    part = priced("full_precision", full_precision_share=1.0, kept={"small": 9})
+    run = run_of(part, notices=["a notice"])
+    front = plain(part, stock=5.0, reasons=["a reason"])
+    assert lines_of(run, front) == [
+        "full_precision on ZeRO-3, 2 nodes x 8 GPUs: 2.0 times fewer bytes between nodes",
+        "(2.50 instead of 5.00 per parameter and step); nothing is quantized;",
+        "memory per GPU: 3.5 GB at most in a step; torch kernels; all: ds_quant.report(model)",
+        "a reason",
+        "a notice",
+    ]
+    assert ", nothing quantized; 2 x 8 ranks; " in full_line(run, front)
+
+
+def test_one_rank_sends_nothing_that_could_be_compared() -> None:
+    part = priced(nodes=1, node_size=1, full_precision_share=1.0, kept={"small": 9})
+    run = run_of(part)
+    front = plain(part, kept_bytes=1e9)
+    assert lines_of(run, front) == [
+        "qsdp on ZeRO-3, 1 node x 1 GPU; torch kernels; all: ds_quant.report(model)"
+    ]
+    assert full_line(run, front) == (
+        "qsdp on ZeRO-3, volume 2.50 B/param/step (bf16 6.00), "
+        "9 small tensors unquantized (100.0 % of bytes); 1 x 1 ranks; torch kernels; "
+        "keeps 1.00 B/param (1 GB) more on every rank"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stage", "left"),
+    [
+        ("lossless", 2, "all gradients, 1 small tensor unquantized (50.0 % of bytes)"),
+        ("lossless_w_g3", 3, "1 small tensor unquantized (50.0 % of bytes)"),
+        ("sdp4bit", 0, "1 small tensor unquantized (50.0 % of bytes)"),
+        ("lossless", 0, "nothing quantized"),  # DDP sends no weights
+        ("hybrid", 3, "nothing quantized"),
+    ],
+)
+def test_roles_in_full_precision_are_named_before_tensors(
+    scheme: str, stage: int, left: str
+) -> None:
+    part = priced(scheme, stage=stage, full_precision_share=0.5, kept={"small": 1})
+    assert f"(bf16 6.00), {left}; 2 x 8 ranks; " in full_line(run_of(part), plain(part))
+
+
+def test_weights_that_a_block_keeps_in_full_precision_are_named() -> None:
+    part = priced("qsdp", block={"weights": {"enabled": False}}, full_precision_share=0.8)
+    assert ", all weights unquantized (80.0 % of bytes); " in full_line(run_of(part), plain(part))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stage", "share", "named"),
+    [
+        ("qsdp", 3, 0.05, False),
+        ("qsdp", 3, 0.06, True),
+        ("lossless", 3, 0.9, False),  # the line names the gradients already
+        ("lossless", 0, 0.9, False),  # which are all that DDP sends
+    ],
+)
+def test_tensors_in_full_precision_are_named_if_they_are_many_bytes(
+    scheme: str, stage: int, share: float, named: bool
+) -> None:
+    part = priced(scheme, stage=stage, full_precision_share=share, kept={"small": 2})
+    run = run_of(part)
+    announce(run, plain(part))
+    said = [f"quantized_comm: NOT compressed: 2 small tensors, {100 * share:.1f} % of the bytes"]
+    assert run.said[1:] == (said if named else [])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "named"),
+    [
+        ([(BF16, 15), (FP32, 10), (FP32, 10)], "weights NOT compressed, gradients in 3 bits"),
+        ([(BF16, 15), (FP32, 10)], "weights in about 2.4 bits without loss, gradients in 3 bits"),
+        ([], "weights in about 2.4 bits without loss, gradients in 3 bits"),
+    ],
+)
+def test_the_format_of_weights_is_that_of_most_of_them(
+    dtypes: list[tuple[torch.dtype, int]], named: str
+) -> None:
+    part = priced("lossless_w_g3")
+    text = summary(run_of(part, dtypes=dtypes), plain(part))
+    assert f" per parameter and step); {named}; " in " ".join(text.split())
+
+
+def rows(*widths: int) -> list[str]:
+    """Return facts of these widths, each of one word."""
+    return [letter * width for letter, width in zip("abcdefg", widths, strict=False)]
+
+
+def test_facts_fill_three_lines_of_a_hundred_columns() -> None:
+    """Lines behind the first one are indented by two."""
+    a, b, c = rows(60, 39, 98)
+    assert start_line._lines_of([a, b]) == [f"{a} {b}"]
+    assert start_line._lines_of([a, f"{b}b"]) == [a, f"{b}b"]
+    assert start_line._lines_of([a, b, c, c]) == [f"{a} {b}", c, c]
+    a, b, c, d, e = rows(100, 60, 37, 60, 37)
+    assert start_line._lines_of([a, b, c, d, e]) == [a, f"{b} {c}", f"{d} {e}"]
+    assert start_line._lines_of([a, b, f"{c}c", c]) == [a, b, f"{c}c {c}"]
+
+
+def test_facts_that_are_too_long_are_broken_between_words_and_the_last_ones_left_out() -> None:
+    """A number stays with its unit."""
+    a, b, c, d, e = rows(92, 96, 80, 96, 9)
+    assert start_line._lines_of([f"{a} {b}", c]) == [a, b, c]
+    assert start_line._lines_of([f"{a} at 12 GB {b}", c, d, e]) == [f"{a} at", "12 GB", b]
+    assert start_line._lines_of([a, b, f"{c} {e}", d]) == [a, b, f"{c} {e}"]
+
+
+SPARING: dict[str, Any] = {"weights": 3.5, "gradients": 0.5}
+EACH_BACKWARD = {"gradients": {"cross": "micro_step"}}
+# What is run, what is advised instead, and the advice.
+ADVISED = {
+    "a tenth less": (
+        priced(block=EACH_BACKWARD),
+        priced("eden4", block=EACH_BACKWARD, **SPARING),
+        'advice: scheme "eden4" sends 4.50 bytes per parameter and step here',
+    ),
+    "less, for memory": (
+        priced(memory=0.5),
+        priced("eden4", memory=0.75, weights=1.0, gradients=0.25),
+        'advice: scheme "eden4" sends 1.25 bytes per parameter and step here and keeps 0.75 in '
+        "memory",
+    ),
+    "less, in the same memory": (
+        priced(memory=0.5),
+        priced("eden4", memory=0.5, weights=1.0, gradients=0.25),
+        'advice: scheme "eden4" sends 1.25 bytes per parameter and step here',
+    ),
+    "hardly less": (
+        priced(block=EACH_BACKWARD), priced("eden4", weights=4.0, gradients=0.51), None,
+    ),
+    "a full copy is allowed": (
+        priced("sdp4bit", node_size=1, block={"allow_full_replica": True}),
+        priced("eden4", node_size=1, weights=0.5, gradients=0.25),
+        'advice: scheme "eden4" sends 1.00 bytes per parameter and step here',
+    ),
+    "no full copy is allowed": (
+        priced("zeropp", node_size=1, weights=4.0),
+        priced("qsdp", node_size=1, weights=0.5, gradients=0.25),
+        'advice: scheme "qsdp" sends 2.50 bytes per parameter and step here',
+    ),
+    "one node": (
+        priced("eden4", nodes=1, weights=9.0), priced("qsdp", nodes=1, weights=0.1), None,
+    ),
+    "recommended": (priced("eden4", weights=9.0), priced("eden4", weights=0.1), None),
+    "no loss": (priced("lossless", weights=9.0), priced("eden4", weights=0.1), None),
+    "for research": (priced("qsdp_w4g4", weights=9.0), priced("eden4", weights=0.1), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "other", "advice"), ADVISED.values(), ids=ADVISED)
+def test_a_scheme_that_sends_clearly_less_is_advised(
+    own: CommVolume, other: CommVolume, advice: str | None
+) -> None:
+    """In a step of two micro-steps; the own volume of "a tenth less" is 4 x 1 + 2 x 0.5."""
+    run = run_of(own, micro_steps=2, others={other.routes.scheme.name: other})
+    line = full_line(run, plain(own, reasons=["a reason"]))
+    assert line.endswith(f"; a reason; {advice}" if advice else "; a reason")
+
+
+def test_the_advised_scheme_is_priced_with_the_exceptions_of_the_block() -> None:
+    part = priced(block={"exclude": ["head*"], "min_numel": 77})
+    run = run_of(part)
+    full_line(run, plain(part))
+    (asked,) = run.asked
+    assert (asked.scheme, list(asked.exclude), asked.min_numel) == ("eden4", ["head*"], 77)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "nodes", "nbytes", "advised"),
+    [
+        ("hybrid", 2, 0.99, True),
+        ("hybrid", 2, 1.0, False),
+        ("hybrid", 1, 0.1, False),
+        ("full_precision", 2, 0.1, False),
+    ],
+)
+def test_lossless_is_advised_in_place_of_hybrid_alone(
+    scheme: str, nodes: int, nbytes: float, advised: bool
+) -> None:
+    """In three micro-steps gradients cross three times: 0.4 + 3 x 0.2 bytes."""
+    own = priced(scheme, nodes=nodes, weights=0.4, gradients=0.2, block=EACH_BACKWARD)
+    other = priced(
+        "lossless", nodes=nodes, weights=nbytes - 0.3, gradients=0.1, block=EACH_BACKWARD
+    )
+    run = run_of(own, others={"lossless": other})
+    line = full_line(run, plain(own, micro_steps=3))
+    advice = '; advice: scheme "lossless" is also exact and sends less'
+    assert line.endswith(advice) == advised

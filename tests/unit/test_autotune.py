@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from ds_quant.comm.reduction_plan import Slicing, presumed_pace
+from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
-from ds_quant.policy import autotune, timing
+from ds_quant.policy import autotune, refusals, timing
 from ds_quant.policy.autotune import choose, reason
 from ds_quant.policy.route import Routes
+from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime.tuning import tuned_front
 from tests.unit import wire_oracle as oracle
 
 CPU = torch.device("cpu")
@@ -134,3 +138,182 @@ def test_slices_are_as_many_as_the_page_says() -> None:
 
 def test_slices_that_are_given_are_taken() -> None:
     assert Slicing(count=7).slices(10) == Slicing(count=7).slices(10**9) == 7
+
+
+# ---- the front that measures ----
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WEIGHTS = [(torch.int8, 20, False), (BF16, 100, True), (FP32, 60, False)]  # elements, trained
+
+
+class Job:
+    """Fronts on ranks 4 to 11 of 2 x 4 ranks, as this one of them makes them.
+
+    made: schemes of the fronts. timed: the arguments of ``step_seconds``.
+    seconds: by scheme, as measured here; the first rank has ``of_first``.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        nodes: int = 2,
+        node_size: int = 4,
+        stage: int = 3,
+        weights: list[tuple[torch.dtype, int, bool]] = WEIGHTS,
+        gather_numel: int = 150,
+        bucket: int = 70,
+    ) -> None:
+        self.made: list[Scheme] = []
+        self.timed: list[tuple[Any, ...]] = []
+        self.seconds = {"full_precision": 1.0, "eden4": 20.0, "qsdp": 30.0}
+        self.of_first = {"full_precision": 20.0, "eden4": 1.0}
+        flat = SimpleNamespace(ranks=[4, 5, 6, 7], process_group="group")
+        self.hierarchy = SimpleNamespace(flat=flat)
+        self.place = Topology(world=nodes * node_size, node_size=node_size)
+        self.stage, self.bucket = stage, bucket
+        self.workload = SimpleNamespace(
+            params=[
+                [
+                    SimpleNamespace(
+                        dtype=dtype,
+                        param=SimpleNamespace(shape=torch.Size([numel])),
+                        trained=trained,
+                    )
+                    for dtype, numel, trained in weights
+                ],
+                [SimpleNamespace(dtype=FP32, param=None, trained=True)],  # another level
+            ],
+            gathers=[1.5, 2.0],
+            gather_numel=gather_numel,
+            micro_steps=3,
+            gradient_dtype=FP32,
+            stock_gradients=True,
+        )
+        monkeypatch.setattr(autotune, "step_seconds", self.step_seconds)
+        self.broadcast = Mock(side_effect=self.receive)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", self.broadcast)
+
+    def make(self, scheme: Scheme) -> Any:
+        self.made.append(scheme)
+        routes = Routes.over(self.place, scheme, stage=self.stage)
+        run = SimpleNamespace(
+            routes=routes,
+            topology=self.place,
+            world=SimpleNamespace(hierarchy=self.hierarchy),
+            workload=self.workload,
+            sizes=[SimpleNamespace(bucket=self.bucket), SimpleNamespace(bucket=1)],
+            device=CPU,
+            notices=["a notice of the front"],
+        )
+        return SimpleNamespace(run=run)
+
+    def step_seconds(self, routes: Routes, *given: Any) -> float:
+        self.timed.append((routes, *given))
+        return self.seconds[routes.scheme.name]
+
+    def receive(self, seconds: list[dict[str, float]], **_: Any) -> None:
+        self.measured = seconds[0]
+        seconds[:] = [self.of_first]
+
+    def front(self, scheme: str = "autotune", **block: Any) -> Any:
+        return tuned_front(parse_block({"scheme": scheme, **block}), self.make)
+
+    @property
+    def names(self) -> list[str]:
+        return [scheme.name for scheme in self.made]
+
+
+def test_all_ranks_take_the_scheme_that_the_first_one_found_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch)
+    front = job.front(min_numel=77)
+    assert job.names == ["full_precision", "eden4"]
+    assert [scheme.block.min_numel for scheme in job.made] == [77, 77]
+    assert front.run.routes.scheme.name == "eden4"
+    assert front.run.notices == [reason(job.of_first), "a notice of the front"]
+    assert job.measured == {"full_precision": 1.0, "eden4": 20.0}
+    assert job.broadcast.call_args.kwargs == {"src": 4, "group": "group"}
+    for (routes, *given), name in zip(job.timed, job.measured, strict=True):
+        scheme = parse_block({"scheme": name, "min_numel": 77}).to_scheme()
+        assert routes == Routes(scheme=scheme, stage=3, nodes=2, node_size=4, stock_gradients=True)
+        assert given[0] is job.hierarchy and given[2] == CPU
+
+
+@pytest.mark.parametrize(
+    ("how", "numel", "gather", "bucket", "dtype"),
+    [
+        ({"stage": 3}, 180, 150, 70, BF16),
+        ({"stage": 3, "gather_numel": 500, "bucket": 500}, 180, 180, 100, BF16),
+        ({"stage": 2}, 100, 100, 70, BF16),  # frozen weights are not sent
+        ({"stage": 3, "weights": WEIGHTS[:1]}, 20, 20, 0, FP32),
+    ],
+)
+def test_messages_are_timed_in_the_sizes_of_the_first_level(
+    monkeypatch: pytest.MonkeyPatch,
+    how: dict[str, Any],
+    numel: int,
+    gather: int,
+    bucket: int,
+    dtype: torch.dtype,
+) -> None:
+    job = Job(monkeypatch, **how)
+    job.front()
+    trained = 0 if numel == 20 else 100
+    work = autotune.Work(
+        numel=numel,
+        trained=trained,
+        gather=gather,
+        bucket=bucket,
+        dtype=dtype,
+        gradients=FP32,
+        micro_steps=3,
+        gathers=1.5,
+    )
+    assert [given[2] for given in job.timed] == [work, work]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node_size", "block", "timed"),
+    [
+        (2, 1, {}, ["full_precision", "qsdp"]),
+        (2, 1, {"allow_full_replica": True}, ["full_precision", "eden4"]),
+        (1, 2, {}, ["full_precision", "qsdp"]),
+        (1, 1, {}, []),
+    ],
+)
+def test_schemes_of_the_place_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    node_size: int,
+    block: dict[str, Any],
+    timed: list[str],
+) -> None:
+    job = Job(monkeypatch, nodes=nodes, node_size=node_size)
+    front = job.front(**block)
+    assert [routes.scheme.name for routes, *_ in job.timed] == timed
+    assert job.names == ["full_precision", *(["eden4"] if timed else [])]
+    assert (front.run.notices == ["a notice of the front"]) == (not timed)
+
+
+def test_a_scheme_that_start_up_would_refuse_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def can_start(config: Any, **where: int) -> bool:
+        asked.append((config.scheme, where))
+        return config.scheme == "full_precision"
+
+    monkeypatch.setattr(refusals, "can_start", can_start)
+    job = Job(monkeypatch)
+    job.front()
+    where = {"stage": 3, "world": 8, "node_size": 4}
+    assert asked == [("full_precision", where), ("eden4", where)]
+    assert [routes.scheme.name for routes, *_ in job.timed] == ["full_precision"]
+
+
+def test_a_scheme_with_a_name_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    front = job.front("qsdp")
+    assert job.names == ["qsdp"] and front.run.notices == ["a notice of the front"]
+    assert not job.timed and not job.broadcast.called

@@ -349,13 +349,15 @@ def lines_of(run: Any, front: LineParts) -> list[str]:
 def test_the_lines_of_a_front_that_knows_little() -> None:
     """Two gathers of 1 byte and one reduction of 0.5 bytes between two nodes of eight GPUs.
 
-    Half of what enters a node comes from it: (2 + 0.5) / 2.
+    Half of what enters a node comes from it: (2 + 0.5) / 2. No gradients wait, so none of their
+    bytes are added.
     """
-    part = priced()
+    part = priced(replicas=True, partial_sums=0.5)
     run = run_of(part)
     assert lines_of(run, plain(part)) == [
         "qsdp on ZeRO-3, 2 nodes x 8 GPUs: 2.4 times fewer bytes between nodes",
-        "(2.50 instead of 6.00 per parameter and step); weights and gradients in 8 bits;",
+        "(2.50 instead of 6.00 per parameter and step); weights stay in the node, "
+        "gradients in 8 bits;",
         "memory per GPU: 3.5 GB at most in a step; torch kernels; all: ds_quant.report(model)",
     ]
     assert full_line(run, plain(part)) == (

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from ds_quant.kernels.wire import shard_range
+from ds_quant.runtime.partial_sums import PartialSumsMemory
 from ds_quant.zero import hooks, optimizer_hooks, shard_hooks
 from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import PartialGradients
@@ -244,3 +246,31 @@ def test_zeros_are_not_added_to_gradients_on_the_host() -> None:
     optimizer.async_accumulate_grad_in_cpu_via_gpu("seen")
     optimizer.async_accumulate_grad_in_cpu_via_gpu("new")
     assert copied == ["seen", "new"]
+
+
+def test_bytes_of_waiting_sums_are_counted_with_the_most_so_far() -> None:
+    memory = PartialSumsMemory()
+    assert (memory.nbytes, memory.most_nbytes, memory.running) == (0, 0, None)
+    first, second = torch.zeros(3), torch.zeros(5, dtype=torch.float64)  # 12 and 40 bytes
+    memory.hold(first)
+    memory.hold(second)
+    assert (memory.nbytes, memory.most_nbytes) == (52, 52)
+    assert memory.release(second, Mock()) is second
+    assert (memory.nbytes, memory.most_nbytes) == (12, 52)
+    memory.hold(first)
+    assert (memory.nbytes, memory.most_nbytes) == (24, 52)
+
+
+def test_sums_are_released_when_the_last_reduction_has_added_to_them() -> None:
+    memory, values = PartialSumsMemory(), torch.zeros(3)
+    running, another = Mock(), Mock()
+    memory.running = running
+    memory.release(values, another)
+    assert another.wait.call_count == 1 and memory.running is running, "it still runs"
+    memory.release(values, running)
+    assert running.wait.call_count == 1 and memory.running is None
+    memory.wait()
+    assert running.wait.call_count == 1, "nothing runs"
+    memory.running = running
+    memory.wait()
+    assert running.wait.call_count == 2 and memory.running is None

@@ -1,8 +1,10 @@
-"""Links, full precision and prices of one run, as one of 2 x 2 ranks."""
+"""Links, full precision, prices and lines of one run, as one of 2 x 2 ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -18,14 +20,16 @@ from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import native
 from ds_quant.policy import in_words
-from ds_quant.policy.cost import LOSSLESS_BITS, CommVolume
+from ds_quant.policy.cost import LOSSLESS_BITS, CommVolume, ParamSpec
 from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
+from ds_quant.runtime import log, start_line
 from ds_quant.runtime import run as run_module
-from ds_quant.runtime import start_line
+from ds_quant.runtime.figures import figures
+from ds_quant.runtime.front import SentParam, Workload, saved_step
 from ds_quant.runtime.run import Run, SchemeState, StockVolume
-from ds_quant.runtime.savings import Savings
+from ds_quant.runtime.savings import Received, Savings
 from ds_quant.runtime.start_line import LineParts, announce, full_line, saving, summary
 from tests.world import SimulatedRank, World
 
@@ -146,6 +150,277 @@ def test_lossless_weights_save_what_full_precision_receives_besides() -> None:
         traffic.count_lossless(counted)
         traffic.count("weights", intra=0, inter=nbytes)
     assert savings.total(expected, stock)["weights"]["inter"] == pytest.approx(16000 - nbytes)
+
+
+def test_a_step_is_priced_once_until_other_parameters_are_trained() -> None:
+    traffic = Traffic()
+    savings, priced_keys = Savings(traffic), list[int]()
+    own = {role: {"intra": 10.0, "inter": 0.0} for role in traffic.received}
+
+    def ratio(key: int) -> float:
+        def prices() -> tuple[Received, Received]:
+            priced_keys.append(key)
+            stock = {role: {"intra": 10.0 * key, "inter": 5.0} for role in own}
+            return own, stock
+
+        return savings.ratios(key, prices)["gradients"]["intra"]
+
+    assert [ratio(key) for key in (4, 2, 4, 2)] == [4, 2, 4, 2] and priced_keys == [4, 2]
+    savings.forget_prices()
+    assert ratio(4) == 4 and priced_keys == [4, 2, 4]
+
+
+def test_messages_that_the_formula_does_not_know_save_nothing() -> None:
+    """As many bytes count as full precision would have received."""
+    traffic = Traffic()
+    savings = Savings(traffic)
+    traffic.count("weights", intra=0, inter=100)
+    none = {role: {"intra": 0.0, "inter": 0.0} for role in traffic.received}
+    stock = {role: {"intra": 0.0, "inter": 5.0} for role in traffic.received}
+    assert savings.total(none, stock) == none
+
+
+# ---- the figures of ds_quant.report ----
+
+
+def test_every_figure_has_its_own_name() -> None:
+    """A front of two levels, ranks 0 to 7 and 4 to 7, as rank 4 sees it.
+
+    ZeRO-2: one gather of 1 byte and two reductions of 0.5 bytes, of 1000 parameters; 3 bytes at
+    most. Of the 3000 others inside a node 4 bytes and two times 2 bytes: 8 bytes. Means over all
+    4000: (2 + 0) / 4 between nodes, 4 / 4 at most, and (2 x 0.25 + 3 x 8) / 4 inside.
+    """
+    dense = priced(
+        stage=2,
+        node_size=4,
+        numel=1000,
+        weights_most=3.0,
+        gradients_intra=0.25,
+        memory=8.0,
+        partial_sums=4.0,
+        block=EACH_BACKWARD,
+    )
+    experts = priced(
+        stage=2, nodes=1, node_size=4, numel=3000, weights=4.0, gradients=2.0, weights_most=4.0
+    )
+    volume = ModelVolume((dense, experts))
+    traffic, part = Traffic(), Traffic()
+    traffic.count("weights", intra=1, inter=2)
+    traffic.count("gradients", intra=3, inter=4)
+    traffic.count("gradients", intra=5, inter=6)
+    part.count("weights", intra=7, inter=0)
+    traffic.lossless = LosslessDifferences(numel=100, used=40, moved=50)
+    own, stock = ({"own": {"inter": factor}} for factor in (1.0, 2.0))
+    totals = {(id(own), id(stock)): {"saved": {"inter": 3.0}}}
+    topology = Topology(world=8, node_size=4)
+    run: Any = SimpleNamespace(
+        scheme=dense.routes.scheme,
+        routes=dense.routes,
+        topology=topology,
+        traffic=traffic,
+        counted_steps=11,
+        comm_volume=lambda: volume,
+        received_by_formula=lambda of: own if of is volume else None,
+        received_in_full_precision=lambda: stock,
+        savings=SimpleNamespace(total=lambda *both: totals[tuple(map(id, both))]),
+        peak_bytes=lambda of: 12.5 if of is volume else None,
+        buffers=SimpleNamespace(nbytes=13),
+        state=SchemeState(resyncs=14, nonfinite_steps=15, exact_steps=16, killed=True),
+        levels=[
+            SimpleNamespace(topology=topology, replicas=1, traffic=traffic),
+            SimpleNamespace(
+                topology=Topology(world=4, node_size=4, ranks=(4, 5, 6, 7)),
+                replicas=2,
+                traffic=part,
+            ),
+        ],
+    )
+    received = {"weights": {"intra": 1, "inter": 2}, "gradients": {"intra": 8, "inter": 10}}
+    expected = {
+        "scheme": "qsdp",
+        "world": 8,
+        "node_size": 4,
+        "params": 4000,
+        "steps": 11,
+        "received_bytes": received,
+        "saved_bytes": {"saved": {"inter": 3.0}},
+        "collectives": {"weights": 1, "gradients": 2},
+        "full_precision_share": 0.0,
+        "expected_bytes_per_param": 0.5,
+        "expected_intra_bytes_per_param": 6.125,
+        "expected_most_bytes_per_param": 1.0,
+        "lossless_bits": 3.2,
+        "lossless_padding": 0.25,
+        "kept_bytes": 17,
+        "expected_kept_bytes": 8000.0,
+        "held_bytes": 18,
+        "expected_held_bytes": 4000.0,
+        "expected_peak_bytes": 12.5,
+        "buffer_bytes": 13,
+        "resyncs": 14,
+        "nonfinite_steps": 15,
+        "exact_steps": 16,
+        "killed": True,
+        "levels": [
+            {
+                "ranks": [0, 1, 2, 3, 4, 5, 6, 7],
+                "nodes": 2,
+                "node_size": 4,
+                "replicas": 1,
+                "params": 1000,
+                "received_bytes": received,
+            },
+            {
+                "ranks": [4, 5, 6, 7],
+                "nodes": 1,
+                "node_size": 4,
+                "replicas": 2,
+                "params": 3000,
+                "received_bytes": {
+                    "weights": {"intra": 7, "inter": 0},
+                    "gradients": {"intra": 0, "inter": 0},
+                },
+            },
+        ],
+    }
+    found = figures(run, micro_steps=2, kept_bytes=17, held_bytes=18, accumulates=True)
+    assert found == expected
+    # One micro-step, in which gradients do not wait, and nothing that is kept.
+    assert figures(run) == expected | {
+        "expected_bytes_per_param": 0.375,
+        "expected_intra_bytes_per_param": 4.5625,
+        "expected_most_bytes_per_param": 0.875,
+        "kept_bytes": 0,
+        "held_bytes": 0,
+        "expected_held_bytes": 0,
+    }
+    traffic.count("weights", intra=100, inter=100)
+    assert found == expected, "figures are those of the call"
+
+
+# ---- the facts of a front ----
+
+
+def sent(dtype: torch.dtype, gradient_dtype: torch.dtype, **facts: Any) -> SentParam:
+    param: Any = SimpleNamespace(
+        name="w", shape=torch.Size([2, 3]), packed=True, needs_full_gradient=True, boundary=0.5
+    )
+    return SentParam(param, dtype, gradient_dtype, **{"trained": True, **facts})
+
+
+def test_formulas_see_every_fact_of_a_parameter() -> None:
+    expected = ParamSpec(
+        name="w",
+        shape=(2, 3),
+        dtype=torch.bfloat16,
+        trainable=True,
+        packed=True,
+        needs_full_gradient=True,
+        boundary=0.5,
+    )
+    spec = sent(torch.bfloat16, torch.float32).spec
+    assert spec == expected and type(spec.shape) is tuple
+    stock = sent(torch.bfloat16, torch.float64, trained=False, stock_weights=True).spec
+    assert stock == expected._replace(trainable=False, stock_weights=True, stock_gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ([[torch.float64], [torch.float16, torch.bfloat16]], torch.float16),
+        ([[torch.float64], []], torch.float32),
+    ],
+)
+def test_gradients_have_the_dtype_of_the_first_one_that_a_codec_takes(
+    dtypes: list[list[torch.dtype]], expected: torch.dtype
+) -> None:
+    params = [[sent(torch.bfloat16, dtype) for dtype in level] for level in dtypes]
+    workload = Workload(params=params, gathers=[1.0, 1.0], gather_numel=6, micro_steps=1)
+    assert workload.gradient_dtype == expected and workload.stock_gradients is False
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**39 - 1, torch.tensor(7)])
+def test_a_saved_step_is_a_whole_number(step: Any) -> None:
+    found = saved_step({"step": step})
+    assert found == int(step) and type(found) is int
+
+
+@pytest.mark.parametrize(
+    ("state", "step"),
+    [({"step": -1}, "-1"), ({"step": 2**39}, "549755813888"), ({"step": True}, "True"),
+     ({"step": False}, "False"), ({"step": 1.0}, "1.0"), ({"step": "1"}, "'1'"), ({}, "None"),
+     ([("step", 1)], "None"), (None, "None")],
+)  # fmt: skip
+def test_a_state_without_a_step_is_refused(state: Any, step: str) -> None:
+    with pytest.raises(ValueError) as error:
+        saved_step(state)
+    assert str(error.value) == (
+        f"quantized_comm: front.load_state_dict: step={step}: allowed: the state that "
+        "front.state_dict() has returned, with a whole number of steps"
+    )
+
+
+# ---- the log ----
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """The logger of the lines, as a program finds it."""
+    logger = logging.getLogger("ds_quant.run")
+    before = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers[:], logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.handlers[:], level, logger.propagate = before
+    logger.setLevel(level)
+
+
+def test_lines_go_to_the_present_standard_output_and_nowhere_else(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for say in (log.log_here, log.log_rank0, log.info_rank0):
+        say("a line")
+        assert capsys.readouterr() == ("a line\n", "")
+    assert not caplog.records and len(logger.handlers) == 1
+    with capsys.disabled():
+        shown: Any = logger.handlers[0]
+        assert shown.stream is sys.stdout
+
+
+def test_a_program_that_has_set_up_the_log_keeps_its_settings(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    logger.addHandler(logging.NullHandler())
+    logger.setLevel(logging.WARNING)
+    log.log_here("a warning")
+    log.info_rank0("a line")
+    log.log_rank0("another warning")
+    said = [(record.levelname, record.message) for record in caplog.records]
+    assert said == [("WARNING", "a warning"), ("WARNING", "another warning")]
+    assert capsys.readouterr().out == "" and logger.level == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [(None, "here all of two info all info of two "), (0, "here all info all "), (1, "here "),
+     (2, "here of two info of two ")],
+)  # fmt: skip
+def test_the_first_rank_of_a_model_speaks_for_it(
+    logger: logging.Logger,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int | None,
+    said: str,
+) -> None:
+    """And every rank before there are process groups."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: rank is not None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    log.log_here("here")
+    log.log_rank0("all")
+    log.log_rank0("of two", first=2)
+    log.info_rank0("info all")
+    log.info_rank0("info of two", first=2)
+    assert capsys.readouterr().out.replace("\n", " ") == said
 
 
 # ---- the start-up lines ----

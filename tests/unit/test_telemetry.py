@@ -22,6 +22,7 @@ from ds_quant.comm.lossless_gather import counters_of_gather
 from ds_quant.comm.traffic import Meter, Tally, Traffic, normalised
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.runtime import log
+from ds_quant.runtime.telemetry import StepTelemetry, json_line, unwritable
 from ds_quant.zero import telemetry
 from ds_quant.zero.telemetry import PREFIX, Telemetry
 
@@ -259,3 +260,112 @@ def test_every_count_has_its_own_name(job: Job) -> None:
         (f"{PREFIX}/nonfinite_steps", 5, 64),
         (f"{PREFIX}/exact_steps", 7, 64),
     ]
+
+
+def test_a_record_has_all_figures_of_its_step(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 s of encoding, 2 s of waiting, 3 s of decoding. Reading back takes the clock twice, too."""
+    times = iter((0, 1, 1, 1, 2, 2, 2, 2, 10, 12, 20, 23))
+    monkeypatch.setattr(job.telemetry, "_clock", lambda: float(next(times)))
+    job.step()
+    meter = job.traffic.meter
+    assert meter.is_open, "the second step is sampled, from its begin on"
+    with meter.encoding("gradients", "inter") as note:
+        wire = torch.zeros(40, dtype=torch.uint8)
+        note(lambda values, wire: torch.tensor([2.0, 8.0]), torch.zeros(80), wire)
+    with meter.encoding("weights", "inter") as note:
+        note(lambda values, wire: torch.tensor([3.0, 4.0]), torch.zeros(0), wire[:0])
+    for section in ("wait", "decode"):
+        with meter.section(section):
+            pass
+    job.step(gradients_inter=8000, weights_inter=4000)
+    (line,) = job.lines()
+    counts = {"resyncs": 3, "nonfinite_steps": 5, "exact_steps": 7}
+    assert line == {
+        "step": 2,
+        "samples": 64,
+        "weights/inter/bytes": 2000.0,
+        "weights/inter/saved": 0.5,
+        "gradients/inter/bytes": 4000.0,
+        "gradients/inter/saved": 0.5,
+        "gradients/inter/error": 0.25,
+        "gradients/inter/bits": 4.0,
+        "seconds/encode": 1.0,
+        "seconds/wait": 2.0,
+        "seconds/decode": 3.0,
+        **counts,
+    }
+    assert not meter.is_open, "the third step is not sampled"
+
+
+def test_a_load_in_a_sampled_step_goes_on_with_its_sample(job: Job) -> None:
+    job.step()
+    sample = job.traffic.meter._sample
+    job.telemetry.arm()
+    assert job.traffic.meter._sample is sample
+
+
+def test_records_that_cannot_be_written_are_told_once(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "log_here", said.append)
+    job.telemetry._file = tmp_path / "lost" / "lines"
+    for _ in range(4):
+        job.step()
+    assert said == [
+        "quantized_comm: step 2: the metrics cannot be written: [Errno 2] No such file or "
+        f"directory: '{tmp_path}/lost/lines'; training goes on, and later ones are tried again "
+        "(logged once)"
+    ]
+    (tmp_path / "lost").mkdir()
+    job.step(weights_inter=800)
+    job.step()
+    (line,) = [json.loads(line) for line in job.telemetry._file.read_text("utf-8").splitlines()]
+    assert (line["step"], line["weights/inter/bytes"]) == (6, 400), "of the steps since the fourth"
+
+
+def test_infinity_and_nan_are_null_in_a_record() -> None:
+    values = {"a": float("inf"), "b": float("nan"), "c": -float("inf"), "d": 0.5}
+    line = json_line({"step": 3, "samples": 96}, values)
+    assert line == '{"step": 3, "samples": 96, "a": null, "b": null, "c": null, "d": 0.5}'
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_a_file_that_can_be_written_stays_as_it_is(tmp_path: Path, interval: int) -> None:
+    file = tmp_path / "lines"
+    file.write_text("a record\n", "utf-8")
+    assert unwritable(MetricsConfig(interval=interval, file=str(file))) == ""
+    assert file.read_text("utf-8") == "a record\n"
+
+
+def test_a_file_that_cannot_be_written_is_refused_where_samples_are_taken(tmp_path: Path) -> None:
+    lost = str(tmp_path / "lost" / "lines")
+    with_file = MetricsConfig(interval=2, file="/no/such/folder")
+    assert unwritable(with_file) == (
+        'metrics.file="/no/such/folder": No such file or directory: allowed: a file that rank 0 '
+        "can write, in a folder that exists; or null"
+    )
+    assert unwritable(MetricsConfig(interval=0, file=lost)) == ""
+    assert unwritable(MetricsConfig(interval=2, file=None)) == ""
+
+
+def test_a_front_without_samples_counts_the_steps_of_its_run(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        traffic=Traffic(),
+        state=SimpleNamespace(resyncs=3, nonfinite_steps=5, exact_steps=7),
+        received_in_full_precision=lambda: BASELINE,
+        step=2,
+    )
+    file = tmp_path / "lines"
+    found = StepTelemetry(run, MetricsConfig(interval=4, file=str(file)))
+    for sampled in (False, True):
+        found.after_step()
+        assert (run.step, run.traffic.meter.is_open) == (3 if sampled else 2, sampled)
+        run.step += 1
+    found.after_step()
+    assert json.loads(file.read_text("utf-8"))["step"] == 4
+    without = StepTelemetry(run, MetricsConfig(interval=1, file=None))
+    without.arm()
+    without.after_step()
+    assert run.traffic.meter.is_open, "every step is sampled"

@@ -11,7 +11,7 @@ import io
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -379,6 +379,62 @@ def test_modules_and_functions_are_short(room: str) -> None:
             lines -= docstring.end_lineno - docstring.lineno + 1 if docstring else 0
             long[f"{path.name}: {node.name}"] = lines - MAX_FUNCTION_LINES
     assert {place: lines for place, lines in long.items() if lines > 0} == {}, "lines too many"
+
+
+# Dataclasses of a run that are assigned to, made by position or compared by value.
+CHANGED = {
+    "runtime.param.Param",
+    "runtime.run.SchemeState",
+    "zero.node_shard._RequestedGather",
+    "zero.shard_gradients.ShardBucket",
+    "zero.written_replica._Slices",
+    "fsdp2.context.Context",
+    "fsdp2.module_reductions.PartialSums",
+}
+BY_POSITION = {
+    "runtime.run.SchemeState",
+    "zero.node_messages.NodePlan",
+    "zero.node_shard._RequestedGather",
+    "zero.shard_gradients.ShardBucket",
+    "fsdp2.weight_codecs._HopCodecs",
+}
+BY_VALUE = {
+    "runtime.front.Workload",
+    "runtime.run.ProcessGroups",
+    "runtime.run.SchemeState",
+    "runtime.start_line.LineParts",
+    "runtime.warmup.MessageKinds",
+    "runtime.written_weights._Piece",
+    "runtime.written_weights._Run",
+    "zero.node_shard._RequestedGather",
+    "zero.partial_gradients.PartialBucket",
+    "zero.written_replica._Slices",
+    "fsdp2.model.AttachArguments",
+    "fsdp2.ranks.RanksOfModel",
+    "fsdp2.weight_codecs._HopCodecs",
+}
+
+
+def options_of_dataclasses(rooms: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Return what every dataclass of some rooms is declared with, by its place."""
+    options: dict[str, dict[str, object]] = {}
+    for path in (path for room in rooms for path in ROOMS[room]):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for decorator in getattr(node, "decorator_list", []):
+                if ast.unparse(decorator).partition("(")[0] == "dataclass":
+                    options[f"{module_name(path)}.{node.name}"] = {
+                        keyword.arg: ast.literal_eval(keyword.value)
+                        for keyword in getattr(decorator, "keywords", [])
+                    }
+    return options
+
+
+def test_records_of_a_run_are_made_by_name_and_stay_as_they_are() -> None:
+    """What holds tensors or process groups is compared by identity."""
+    options = options_of_dataclasses(("runtime", *FRONTS))
+    assert {name for name, of in options.items() if not of.get("frozen")} == CHANGED
+    assert {name for name, of in options.items() if not of.get("kw_only")} == BY_POSITION
+    assert {name for name, of in options.items() if of.get("eq", True)} == BY_VALUE
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -959,6 +959,7 @@ def test_facts_that_are_too_long_are_broken_between_words_and_the_last_ones_left
     """A number stays with its unit."""
     a, b, c, d, e = rows(92, 96, 80, 96, 9)
     assert start_line._lines_of([f"{a} {b}", c]) == [a, b, c]
+    assert start_line._lines_of(["x", f"{b} yy"]) == [f"x {b}", "yy"]
     assert start_line._lines_of([f"{a} at 12 GB {b}", c, d, e]) == [f"{a} at", "12 GB", b]
     assert start_line._lines_of([a, b, f"{c} {e}", d]) == [a, b, f"{c} {e}"]
 

@@ -207,6 +207,21 @@ def test_ranks_that_keep_nothing_do_not_vote() -> None:
     assert only_sums == ([], [[10**12, 10**13]])
 
 
+def test_ranks_vote_on_memory_on_their_device() -> None:
+    votes: list[torch.Tensor] = []
+    volume = SimpleNamespace(memory=2.0, partial_sums=0.5, numel=10)
+    run: Any = SimpleNamespace(
+        device=torch.device("meta"),
+        votes=SimpleNamespace(least=lambda numbers: votes.append(numbers) or torch.tensor([99, 0])),
+        comm_volume=lambda: volume,
+        peak_bytes=lambda of: 0,
+        notices=[],
+    )
+    require_memory(run, Free(99, 0), on_host=False, holds_gradients=False, way_out="")
+    (vote,) = votes
+    assert vote.device == run.device and vote.shape == (2,)
+
+
 # ---- messages that a rank cannot use ----
 
 

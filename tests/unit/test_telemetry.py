@@ -331,11 +331,12 @@ def test_infinity_and_nan_are_null_in_a_record() -> None:
 
 
 @pytest.mark.parametrize("interval", [0, 2])
-def test_a_file_that_can_be_written_stays_as_it_is(tmp_path: Path, interval: int) -> None:
+def test_a_file_that_can_be_written_keeps_its_records(tmp_path: Path, interval: int) -> None:
     file = tmp_path / "lines"
     file.write_text("a record\n", "utf-8")
     assert unwritable(MetricsConfig(interval=interval, file=str(file))) == ""
     assert file.read_text("utf-8") == "a record\n"
+    assert unwritable(MetricsConfig(interval=interval, file=str(tmp_path / "new"))) == ""
 
 
 def test_a_file_that_cannot_be_written_is_refused_where_samples_are_taken(tmp_path: Path) -> None:

@@ -834,6 +834,16 @@ def test_a_block_that_leaves_out_all_tensors_has_no_advice() -> None:
     ]
 
 
+def test_weights_that_the_library_gathers_itself_leave_nothing_to_lossless_differences() -> None:
+    part = priced("lossless", stage=2, full_precision_share=1.0, kept={"float8": 3})
+    run = run_of(part)
+    assert lines_of(run, plain(part, reasons=["a reason"]))[1:] == [
+        "(1.50 instead of 6.00 per parameter and step); nothing is quantized;",
+        "memory per GPU: 3.5 GB at most in a step; torch kernels; all: ds_quant.report(model)",
+        "NOT compressed: 3 float8, 100.0 % of the bytes",
+    ]
+
+
 @pytest.mark.parametrize(
     ("pattern", "names", "called"),
     [
@@ -1025,22 +1035,23 @@ def test_the_advised_scheme_is_priced_with_the_exceptions_of_the_block() -> None
 
 
 @pytest.mark.parametrize(
-    ("scheme", "nodes", "nbytes", "advised"),
+    ("scheme", "nodes", "stage", "weights", "gradients", "advised"),
     [
-        ("hybrid", 2, 0.99, True),
-        ("hybrid", 2, 1.0, False),
-        ("hybrid", 1, 0.1, False),
-        ("full_precision", 2, 0.1, False),
+        ("hybrid", 2, 3, 0.69, 0.1, True),
+        ("hybrid", 2, 3, 0.7, 0.1, False),
+        ("hybrid", 2, 1, 0.44, 0.15, True),  # gradients are sent once
+        ("hybrid", 2, 1, 0.5, 0.15, False),
+        ("hybrid", 1, 3, 0.1, 0.1, False),
+        ("full_precision", 2, 3, 0.1, 0.1, False),
     ],
 )
 def test_lossless_is_advised_in_place_of_hybrid_alone(
-    scheme: str, nodes: int, nbytes: float, advised: bool
+    scheme: str, nodes: int, stage: int, weights: float, gradients: float, advised: bool
 ) -> None:
-    """In three micro-steps gradients cross three times: 0.4 + 3 x 0.2 bytes."""
-    own = priced(scheme, nodes=nodes, weights=0.4, gradients=0.2, block=EACH_BACKWARD)
-    other = priced(
-        "lossless", nodes=nodes, weights=nbytes - 0.3, gradients=0.1, block=EACH_BACKWARD
-    )
+    """In three micro-steps gradients of ZeRO-3 are sent three times: 0.4 + 3 x 0.2 bytes."""
+    where: dict[str, Any] = {"nodes": nodes, "stage": stage, "block": EACH_BACKWARD}
+    own = priced(scheme, weights=0.4, gradients=0.2, **where)
+    other = priced("lossless", weights=weights, gradients=gradients, **where)
     run = run_of(own, others={"lossless": other})
     line = full_line(run, plain(own, micro_steps=3))
     advice = '; advice: scheme "lossless" is also exact and sends less'

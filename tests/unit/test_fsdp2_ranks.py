@@ -167,6 +167,9 @@ def test_every_level_has_the_work_of_its_modules() -> None:
         micro_steps=3,
     )
     assert workload_of(run_of(), [], micro_steps=1).gather_numel == 0
+    first.dtypes = (BF16,)
+    with pytest.raises(ValueError, match="zip"):
+        workload_of(run_of(dense), modules, micro_steps=3)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

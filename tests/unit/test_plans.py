@@ -120,10 +120,10 @@ def test_equal_work_shares_a_plan_and_other_work_does_not(
     assert plan_of(**usual) is plan
 
 
-def test_a_full_cache_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlanCache, "LIMIT", 3)
+def test_a_cache_of_a_thousand_plans_begins_anew() -> None:
     plans: PlanCache[int, str] = PlanCache()
     assert [plans.add(key, f"plan {key}") for key in range(3)] == ["plan 0", "plan 1", "plan 2"]
-    assert list(plans) == [0, 1, 2]
-    assert plans.add(3, "plan 3") == "plan 3" and dict(plans) == {3: "plan 3"}
-    assert PlanCache().get(3) is None
+    for key in range(3, 1000):
+        plans.add(key, "another plan")
+    assert list(plans) == list(range(1000)) and plans[2] == "plan 2"
+    assert plans.add(1000, "the next") == "the next" and dict(plans) == {1000: "the next"}

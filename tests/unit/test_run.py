@@ -296,6 +296,9 @@ def test_every_figure_has_its_own_name() -> None:
     }
     traffic.count("weights", intra=100, inter=100)
     assert found == expected, "figures are those of the call"
+    run.levels.pop()
+    with pytest.raises(ValueError, match="zip"):
+        figures(run)
 
 
 # ---- the facts of a front ----
@@ -785,6 +788,9 @@ def test_ranks_of_every_level_are_described_the_most_parameters_first() -> None:
         "25 % of the parameters on 2 x 8 ranks, 2.50 B/param; torch kernels; "
         "2.00 B/param/step received per node; extra memory: up to 3.5 GB"
     )
+    run.levels.pop()
+    with pytest.raises(ValueError, match="zip"):
+        full_line(run, front)
 
 
 def test_one_level_between_nodes_is_enough_for_bytes_between_nodes() -> None:

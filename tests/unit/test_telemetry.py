@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,8 +365,11 @@ def test_a_front_without_samples_counts_the_steps_of_its_run(tmp_path: Path) -> 
         found.after_step()
         assert (run.step, run.traffic.meter.is_open) == (3 if sampled else 2, sampled)
         run.step += 1
+    with run.traffic.meter.section("wait"):
+        time.sleep(0.001)
     found.after_step()
-    assert json.loads(file.read_text("utf-8"))["step"] == 4
+    record = json.loads(file.read_text("utf-8"))
+    assert record["step"] == 4 and 0.001 <= record["seconds/wait"] < 10
     without = StepTelemetry(run, MetricsConfig(interval=1, file=None))
     without.arm()
     without.after_step()

@@ -199,6 +199,18 @@ def test_memory_that_is_short_with_messages_is_warned_of(
     assert notices == [MAY.format(parts, f"{needed / 1e9:.3g}")]
 
 
+@pytest.mark.parametrize(
+    ("holds", "free", "parts"),
+    [
+        (False, 2000 * MB, f"{SHARD} and {MESSAGES}"),
+        (True, 2500 * MB, f"{SHARD} and {SUMS} and {MESSAGES}"),
+    ],
+)
+def test_what_just_fits_without_messages_is_not_refused(holds: bool, free: int, parts: str) -> None:
+    notices, _ = checked_memory(Free(free, 0), on_host=False, holds=holds)
+    assert notices == [MAY.format(parts, f"{free / 1e9:.3g}")]
+
+
 def test_ranks_that_keep_nothing_do_not_vote() -> None:
     nothing = Free(0, 0)
     assert checked_memory(nothing, on_host=False, holds=False, memory=0.0) == ([], [])

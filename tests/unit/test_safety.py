@@ -325,6 +325,16 @@ def test_outcomes_of_good_messages_are_freed_when_they_are_checked(
     assert not voting.broadcasts.called
 
 
+def test_ranks_vote_on_messages_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the outcomes are in host memory."""
+    voting, devices = Voting(monkeypatch, 3), list[torch.device]()
+    voting.run.device = torch.device("meta")
+    voting.run.votes.least = lambda numbers: devices.append(numbers.device) or torch.tensor([3])
+    voting.note(False, False, False)
+    check_messages(voting.run)
+    assert devices == [voting.run.device]
+
+
 def test_weights_are_not_read_after_a_message_that_a_rank_cannot_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -186,12 +186,12 @@ def test_messages_that_the_formula_does_not_know_save_nothing() -> None:
 def test_every_figure_has_its_own_name() -> None:
     """A front of two levels, ranks 0 to 7 and 4 to 7, as rank 4 sees it.
 
-    ZeRO-2: one gather of 1 byte and two reductions of 0.5 bytes, of 1000 parameters; 3 bytes at
-    most. Of the 3000 others inside a node 4 bytes and two times 2 bytes: 8 bytes. Means over all
-    4000: (2 + 0) / 4 between nodes, 4 / 4 at most, and (2 x 0.25 + 3 x 8) / 4 inside.
+    ZeRO-3: 2 x 2 gathers of 1 byte, of 3 bytes at most, and two reductions of 0.5 bytes, of 1000
+    parameters: 5 or 13 bytes. Of the 3000 others inside a node 4 x 4 + 2 x 2 bytes. Means over all
+    4000: 5 / 4 between nodes, 13 / 4 at most, and (2 x 0.25 + 3 x 20) / 4 inside.
     """
     dense = priced(
-        stage=2,
+        stage=3,
         node_size=4,
         numel=1000,
         weights_most=3.0,
@@ -201,7 +201,7 @@ def test_every_figure_has_its_own_name() -> None:
         block=EACH_BACKWARD,
     )
     experts = priced(
-        stage=2, nodes=1, node_size=4, numel=3000, weights=4.0, gradients=2.0, weights_most=4.0
+        stage=3, nodes=1, node_size=4, numel=3000, weights=4.0, gradients=2.0, weights_most=4.0
     )
     volume = ModelVolume((dense, experts))
     traffic, part = Traffic(), Traffic()
@@ -246,9 +246,9 @@ def test_every_figure_has_its_own_name() -> None:
         "saved_bytes": {"saved": {"inter": 3.0}},
         "collectives": {"weights": 1, "gradients": 2},
         "full_precision_share": 0.0,
-        "expected_bytes_per_param": 0.5,
-        "expected_intra_bytes_per_param": 6.125,
-        "expected_most_bytes_per_param": 1.0,
+        "expected_bytes_per_param": 1.25,
+        "expected_intra_bytes_per_param": 15.125,
+        "expected_most_bytes_per_param": 3.25,
         "lossless_bits": 3.2,
         "lossless_padding": 0.25,
         "kept_bytes": 17,
@@ -287,9 +287,9 @@ def test_every_figure_has_its_own_name() -> None:
     assert found == expected
     # One micro-step, in which gradients do not wait, and nothing that is kept.
     assert figures(run) == expected | {
-        "expected_bytes_per_param": 0.375,
-        "expected_intra_bytes_per_param": 4.5625,
-        "expected_most_bytes_per_param": 0.875,
+        "expected_bytes_per_param": 0.625,
+        "expected_intra_bytes_per_param": 7.5625,
+        "expected_most_bytes_per_param": 1.625,
         "kept_bytes": 0,
         "held_bytes": 0,
         "expected_held_bytes": 0,

@@ -677,7 +677,11 @@ def test_two_processes_are_said_to_be_such(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def test_two_nodes_of_one_process_each_are_named_in_the_singular() -> None:
+def test_two_nodes_of_one_process_each_are_named_in_the_singular(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And torch kernels that the block asks for are not called slow."""
+    monkeypatch.setattr(native, "unavailable_reason", lambda: "were not compiled")
     part = priced("qsdp", node_size=1, block={"warmup_steps": 7})
     run = run_of(part, device="cpu")
     front = plain(part, period="backward")

@@ -903,6 +903,17 @@ def test_one_rank_sends_nothing_that_could_be_compared() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ranks", "left"),
+    [(1, "all tensors quantized"), (2, "all weights unquantized (0.0 % of bytes)")],
+)
+def test_weights_of_a_node_shard_are_named_where_one_node_gathers_them(
+    ranks: int, left: str
+) -> None:
+    part = priced("sdp4bit", nodes=1, node_size=ranks)
+    assert f"(bf16 6.00), {left}; 1 x {ranks} ranks; " in full_line(run_of(part), plain(part))
+
+
+@pytest.mark.parametrize(
     ("scheme", "stage", "left"),
     [
         ("lossless", 2, "all gradients, 1 small tensor unquantized (50.0 % of bytes)"),

@@ -4,6 +4,7 @@ process groups of the two levels, and of keys that a wait for all asks for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from ds_quant.comm.topology import Topology
-from ds_quant.runtime import groups
+from ds_quant.runtime import groups, log
 from ds_quant.runtime.handshake import wait_for_ranks
 
 CUDA, PATIENCE = torch.device("cuda", 0), timedelta(minutes=10)
@@ -50,6 +51,8 @@ class Torch:
         is_first: bool = True,
     ) -> None:
         self.made: list[tuple[str, Any, dict[str, Any]]] = []
+        self.alive: list[Any] = []  # ranks of groups that are not destroyed
+        self.votes: list[list[int]] = []
         self.equal = True  # whether all ranks know as many groups
         self.options, self.copies, self.is_first = Options(), copies, is_first
         self.options._timeout = PATIENCE
@@ -57,7 +60,7 @@ class Torch:
         self.world = SimpleNamespace(bound_device_id=None, _get_backend=lambda device: backend)
         c10d = SimpleNamespace(
             _get_default_group=lambda: self.world,
-            _world=SimpleNamespace(pg_map={}, pg_names={"world": "0"}),
+            _world=SimpleNamespace(pg_map=self.alive, pg_names={"world": "0"}),
         )
         dist = SimpleNamespace(
             split_group=self._split,
@@ -68,9 +71,11 @@ class Torch:
         self.streams = streams
         monkeypatch.setattr(groups, "c10d", c10d)
         monkeypatch.setattr(groups, "_level_groups", {})
+        monkeypatch.setattr(groups, "_groups", {})
         monkeypatch.setattr(groups, "torch", SimpleNamespace(distributed=dist))
 
     def _vote(self, numbers: list[int]) -> list[int]:
+        self.votes.append(numbers)
         return numbers if self.equal else [0, *numbers[1:]]
 
     def level_groups(self, topology: Topology = TOPOLOGY) -> groups.LevelGroups:
@@ -80,6 +85,7 @@ class Torch:
 
     def _make(self, how: str, ranks: Any, options: dict[str, Any]) -> object:
         self.made.append((how, ranks, options))
+        self.alive.append(ranks)
         return ranks
 
     def _split(
@@ -161,9 +167,69 @@ def test_part_of_the_world_makes_its_groups_without_other_ranks(monkeypatch) -> 
 def test_part_of_the_world_cannot_make_groups_under_different_names(monkeypatch) -> None:
     torch_ = Torch(monkeypatch)
     torch_.equal = False
-    with pytest.raises(RuntimeError, match="this rank knows 1 process groups"):
+    with pytest.raises(RuntimeError) as raised:
         torch_.level_groups(PART)
+    assert str(raised.value) == (
+        f"quantized_comm: this rank knows 1 process groups, another rank of {list(PART.ranks)} "
+        "knows another number, and torch names a new group by it: make process groups in equal "
+        "number on all ranks that share a model"
+    )
+    assert torch_.made == [] and torch_.votes == [[1, -1]]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_groups_are_made_again_once_one_is_destroyed(streams: bool, monkeypatch) -> None:
+    torch_ = Torch(monkeypatch, streams=streams)
+    for _ in range(2):
+        assert torch_.level_groups() == (NODE, PLACE, NODE)
+        assert len(torch_.made) == 2 + streams
+    assert torch_.level_groups(PART) != (NODE, PLACE, NODE)  # another topology has its own
+    torch_.made.clear()
+    torch_.alive.remove(PLACE)
+    for _ in range(2):
+        assert torch_.level_groups() == (NODE, PLACE, NODE)
+        assert [ranks for _, ranks, _ in torch_.made] == [NODE, PLACE] + [NODE] * streams
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_group_of_some_ranks_is_made_by_them_once(is_bound: bool, monkeypatch) -> None:
+    torch_ = Torch(monkeypatch)
+    torch_.world.bound_device_id = CUDA if is_bound else None
+    group_of = partial(groups.group_of, device=CUDA, least=torch_._vote)
+    assert group_of(range(512)) is None and group_of(list(range(512))) is None
     assert torch_.made == []
+    how = {"timeout": PATIENCE, "use_local_synchronization": True}
+    for _ in range(2):
+        assert group_of((3, 83, 7)) == [3, 83, 7]
+        assert torch_.made == [("new", [3, 83, 7], how)]
+    assert group_of([83, 84]) == [83, 84]
+    torch_.alive.remove([3, 83, 7])  # destroyed
+    for _ in range(2):
+        assert group_of((3, 83, 7)) == [3, 83, 7]
+        assert [ranks for _, ranks, _ in torch_.made] == [[3, 83, 7], [83, 84], [3, 83, 7]]
+    torch_.equal = False
+    with pytest.raises(RuntimeError, match=r"another rank of \[5, 83\] knows another number"):
+        group_of((5, 83))
+
+
+@pytest.mark.parametrize("backend", ["without options", "without a timeout", "cannot split"])
+def test_a_backend_without_settings_makes_groups_with_those_of_torch(
+    backend: str, monkeypatch
+) -> None:
+    torch_ = Torch(monkeypatch)
+    torch_.world.bound_device_id = CUDA
+    given = SimpleNamespace()
+    if backend == "without a timeout":
+        given.options = SimpleNamespace()
+    if backend == "cannot split":
+        given.options, given.supports_splitting = torch_.options, False
+    asked: list[Any] = []
+    torch_.world._get_backend = lambda device: asked.append(device) or given
+    assert torch_.level_groups() == (NODE, PLACE, NODE)
+    timeout = PATIENCE if backend == "cannot split" else None
+    how = {"timeout": timeout, "use_local_synchronization": True}
+    assert torch_.made == [("new", NODE, how), ("new", PLACE, how)]
+    assert asked == [CUDA]
 
 
 class Store(torch.distributed.Store):
@@ -196,5 +262,31 @@ def test_ranks_that_wait_for_all_ask_for_one_key_each(monkeypatch) -> None:
         for _ in range(2):
             list(pool.map(lambda rank: call(rank=rank), range(ranks)))
     assert len(store.waited) == 2 * ranks and len(set(store.waited)) == 2
-    with pytest.raises(RuntimeError, match=r"not called on rank\(s\) \[1, 2\] within 0.1 s"):
-        wait_for_ranks("a save", rank=0, world=3, patience=0.1, timeout=0.1)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_ranks_that_have_not_come_are_named_first_in_a_warning(comes: bool, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "log_rank0", said.append)
+    c10d, store = torch.distributed.distributed_c10d, Store()
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
+    call = partial(wait_for_ranks, "a save", world=3, patience=0.1)
+    begins = "quantized_comm: a save needs all ranks under ZeRO-1 and 2: not called on rank(s)"
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(call, rank=0, timeout=10.0 if comes else 0.15)
+        while not said and not first.done():
+            time.sleep(0.01)
+        assert said == [f"{begins} [1, 2] after 0.1 s, still waiting"]
+        said.clear()
+        if comes:
+            second = pool.submit(call, rank=1, timeout=10.0)
+            call(rank=2, timeout=10.0)
+            assert first.result() is second.result() is None
+            return
+        error = first.exception()
+    assert isinstance(error, RuntimeError)
+    assert str(error) == (
+        f"{begins} [1, 2] within 0.15 s. Call it on all ranks and let one of them write the files, "
+        "as ZeRO-3 needs it too"
+    )
+    assert said == []

@@ -593,7 +593,8 @@ def test_a_step_that_is_skipped_is_the_first_of_those_in_full_precision(
 def test_steps_that_deepspeed_skips_itself_count_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run, fallback, resync = voter()
     for count in (1, 2):
-        fallback.vote()
+        if count == 2:  # the first one was skipped before a vote
+            fallback.vote()
         fallback.after_step(skipped=True)
         assert (run.state.exact_until, run.state.nonfinite_steps) == (7 + 3, count)
     resync.assert_called_once_with()  # the second one was sent in full precision

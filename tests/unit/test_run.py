@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_quant.comm.reduction_plan import presumed_pace
+from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import LosslessDifferences, Traffic
 from ds_quant.config.presets import preset_names
@@ -34,6 +34,7 @@ from ds_quant.runtime.run import Run, SchemeState, StockVolume
 from ds_quant.runtime.savings import Received, Savings
 from ds_quant.runtime.start_line import LineParts, announce, full_line, saving, summary
 from ds_quant.policy.cost import LOSSLESS_BITS
+from ds_quant.policy.model_volume import ModelVolume
 from ds_quant.policy.route import Routes
 from ds_quant.runtime import log
 from ds_quant.runtime import run as run_module
@@ -112,7 +113,7 @@ RANKS = {
     "all by ranks": [0, 1, 2, 3, 4, 5, 6, 7],
     "a part": [0, 1, 2],
 }
-EIGHT = Topology(world=8, node_size=2)
+EIGHT, FOUR = Topology(world=8, node_size=2), Topology(world=4, node_size=4)
 ON_CPU = torch.device("cpu")
 
 
@@ -135,9 +136,14 @@ class Groups:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[Any, ...]] = []
         monkeypatch.setattr(run_module, "Communicator", Connected)
-        monkeypatch.setattr(run_module, "carries", lambda group, device: "gloo")
+        self.asked: list[tuple[Any, torch.device]] = []
+        monkeypatch.setattr(run_module, "carries", self._carries)
         monkeypatch.setattr(run_module.groups, "level_groups", self._levels)
         monkeypatch.setattr(run_module.groups, "group_of", self._group)
+
+    def _carries(self, group: Any, device: torch.device) -> str:
+        self.asked.append((group, device))
+        return "gloo"
 
     def _levels(self, topology: Topology, *, device: Any, has_streams: bool, least: Any) -> Any:
         self.made.append((topology, device, has_streams, least([5, -5])))
@@ -199,7 +205,8 @@ def test_a_run_over_several_nodes_makes_groups_inside_and_between_them(
         }
     assert run.communicators() == list(found)
     assert run.communicator("the world") is level.hierarchy.flat
-    assert run.slicing.count == 3
+    assert groups.asked == [("the world", device)]
+    assert run.slicing == Slicing(count=3, pace=presumed_pace(device, "gloo"))
 
 
 def test_the_hops_of_a_reduction_share_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,6 +467,7 @@ def sent(numel: int, weights: torch.dtype, gradients: torch.dtype, trained: bool
         ([(False, 1.5, [sent(100, BF16, BF16)]), (True, 0, [sent(10, FP32, torch.float64)])],
          110, 300 + 200 + 2 * 80, "bf16 + float64"),
         ([(False, 2, [])], 0, 0, ""),
+        ([(False, 1, [sent(1, BF16, FP32)])], 1, 2 + 4, "bf16 + fp32"),
     ],
 )  # fmt: skip
 def test_bytes_without_the_block_are_those_of_torchs_collectives(
@@ -478,6 +486,32 @@ def test_bytes_without_the_block_are_those_of_torchs_collectives(
     volume: Any = SimpleNamespace(numel=numel)
     expected = StockVolume(nbytes / max(numel, 1), dtypes)
     assert Run.stock_volume(run, volume) == expected
+
+
+@pytest.mark.parametrize("other", [None, "another scheme"])
+def test_every_level_is_priced_with_its_own_parameters(
+    other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: list[Any] = []
+    monkeypatch.setattr(
+        run_module, "comm_volume", lambda *given, **how: priced.append((given, how)) or len(priced)
+    )
+    a, b, c = (SimpleNamespace(spec=name) for name in "abc")
+    levels = [
+        SimpleNamespace(routes=SimpleNamespace(stage=3, replicas=True), topology=EIGHT),
+        SimpleNamespace(routes=SimpleNamespace(stage=0, replicas=False), topology=FOUR),
+    ]
+    workload = SimpleNamespace(
+        params=[[a, b], [c]], gathers=[2, 1.5], gradient_dtype=BF16, stock_gradients=True
+    )
+    run: Any = SimpleNamespace(levels=levels, workload=workload, scheme="own scheme")
+    volume = Run.comm_volume(run, other)
+    how = {"gradient_dtype": BF16, "stock_gradients": True}
+    first = {"ranks": 8, "node_size": 2, "gathers": 2, "replicas": True, **how}
+    second = {"ranks": 4, "node_size": 4, "gathers": 1.5, "replicas": False, **how}
+    scheme = other or "own scheme"
+    assert priced == [((scheme, 3, ["a", "b"]), first), ((scheme, 0, ["c"]), second)]
+    assert volume == ModelVolume((1, 2))  # type: ignore[arg-type]
 
 
 def test_gradients_that_the_library_reduces_save_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

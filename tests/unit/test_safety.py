@@ -13,12 +13,24 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import HashStore, PrefixStore
 
 from ds_quant.comm.checksum import MessageErrors, describe_changed
 from ds_quant.config.schema import FallbackConfig, parse_block
 from ds_quant.runtime import handshake, log
 from ds_quant.runtime.copies import checksum, outvoted
+from ds_quant.config.schema import FallbackConfig
+from ds_quant.runtime import copies, handshake, log
+from ds_quant.runtime.copies import (
+    checksum,
+    compare_copies,
+    compare_replicas,
+    compares_copies,
+    compares_replicas,
+    differing_ranks,
+    outvoted,
+)
 from ds_quant.runtime.fallback import Fallback, first_nonfinite
 from ds_quant.runtime.memory_check import Free, require_memory
 from ds_quant.runtime.message_check import check_messages, checked_messages
@@ -36,6 +48,7 @@ from ds_quant.runtime.fallback import (
 from ds_quant.runtime.run import SchemeState
 from ds_quant.runtime.step_events import StepEvents
 from ds_quant.zero.first_step import check_first_step
+from tests.world import SimulatedRank, World
 
 
 def test_checksums_see_every_bit_and_its_place() -> None:
@@ -51,10 +64,141 @@ def test_checksums_see_every_bit_and_its_place() -> None:
 
 @pytest.mark.parametrize(
     ("versions", "expected"),
-    [({"a": [0, 1, 2]}, []), ({"a": [0, 2], "b": [1]}, [1]), ({"a": [0], "b": [1]}, [0, 1])],
+    [
+        ({"a": [0, 1, 2]}, []),
+        ({"a": [0, 2], "b": [1]}, [1]),
+        ({"b": [1], "a": [0, 2]}, [1]),
+        ({"a": [0], "b": [1]}, [0, 1]),
+        ({"a": [0, 3], "b": [1], "c": [2]}, [1, 2]),
+        ({"a": [0, 3], "b": [1], "c": [2, 4]}, [0, 1, 2, 3, 4]),
+    ],
 )
 def test_holders_of_the_rarer_version_are_outvoted(versions: dict, expected: list[int]) -> None:
     assert sorted(outvoted(versions)) == expected
+
+
+# The sum of all bits as integers, and the sum of each multiplied by its position, from 1 on. 4096
+# elements count as one. Positions of the next tensor start anew, after a factor of 1,000,003.
+@pytest.mark.parametrize(
+    ("tensors", "plain", "ordered"),
+    [
+        ([], 0, 0),
+        ([torch.tensor([3, 4, -5])], 2, 3 + 2 * 4 - 3 * 5),
+        ([torch.tensor([3, 4]).int(), torch.tensor([5]).int()], 12, 11 * 1_000_003 + 5),
+        ([torch.full((4098,), 2).short()], 2 * 4098, 4096 * 2 + 2 * 2 + 3 * 2),
+        ([torch.full((2, 4096), 200, dtype=torch.uint8)], 200 * 8192, 3 * 200 * 4096),
+        ([torch.tensor([[1, 2], [3, 4]]).t()], 10, 1 + 2 * 3 + 3 * 2 + 4 * 4),
+        ([torch.tensor(1.0, requires_grad=True)], 127 << 23, 127 << 23),
+        ([torch.tensor([1.0, -0.0]).bfloat16()], (127 << 7) - (1 << 15), (127 << 7) - (1 << 16)),
+        ([torch.tensor([2.0]).double()], 1 << 62, 1 << 62),
+        ([torch.tensor([2.0 + 0j], dtype=torch.complex128)], 64, 8 * 64),  # bytes
+    ],
+)
+def test_checksums_are_sums_of_bits(tensors: list[Tensor], plain: int, ordered: int) -> None:
+    found = checksum(tensors)
+    assert found.dtype == torch.int64 and found.tolist() == [plain, ordered]
+
+
+@pytest.mark.parametrize(
+    ("every", "kept", "replicated"),
+    [(0, [], []), (1, [0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]), (3, [0, 3, 6], [1, 3, 6])],
+)
+def test_weights_are_compared_every_few_steps_and_replicas_after_the_first(
+    every: int, kept: list[int], replicated: list[int]
+) -> None:
+    run: Any = SimpleNamespace(scheme=SimpleNamespace(block=SimpleNamespace(checksum_steps=every)))
+    assert [step for step in range(7) if compares_copies(run, step)] == kept
+    assert [step for step in range(7) if compares_replicas(run, step)] == replicated
+
+
+def held(*values: float) -> list[Tensor]:
+    return [torch.full((3,), value) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("copies_of_rank", "differing"),
+    [
+        # two owners, whose weights are others
+        (lambda rank: [(rank % 2, held(rank % 2)), (rank % 2, held(5, rank % 2))], []),
+        (lambda rank: [(rank % 2, held(rank % 2)), (rank % 2, held(5, rank == 2))], [0, 2]),
+        # one owner, and one rank that differs in each copy
+        (lambda rank: [(0, held(rank == 3)), (0, held(rank == 1)), (0, held(7))], [1, 3]),
+        (lambda rank: [(0, held(0, 1) if rank else held(1, 0))], [0]),
+        (lambda rank: [], []),
+    ],
+)  # fmt: skip
+def test_all_ranks_find_those_whose_weights_differ(
+    copies_of_rank: Any, differing: list[int]
+) -> None:
+    world = World(2, 2)
+    found = world.all(lambda rank: differing_ranks(rank.run, copies_of_rank(rank.number), 7))
+    assert found == [differing] * 4
+
+
+def test_a_changed_message_of_checksums_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some would refill their copies, and others would not."""
+    checked: list[Any] = []
+    monkeypatch.setattr(copies, "check_messages", checked.append)
+    world = World(2, 2)
+    votes = world.ranks[2].run.votes
+    gather = votes.all_gather
+
+    def garbled(received: Tensor) -> Tensor:
+        received[40] ^= 1
+        return received
+
+    votes.all_gather = lambda *args, **how: gather(*args, **how).then(garbled)  # type: ignore
+
+    def compare(rank: SimulatedRank) -> str:
+        with pytest.raises(RuntimeError) as error:
+            differing_ranks(rank.run, [(0, held(1)), (0, held(2))], 7)
+        return str(error.value)
+
+    said = (
+        "quantized_comm: step 7: ranks have received different checksums of the weights that they "
+        "keep, so a message was changed on its way. Look for faulty memory or a faulty network, "
+        "and resume from the last checkpoint; quantized_comm.payload_checksum=true names sender "
+        "and receiver of such a message"
+    )
+    assert world.all(compare) == [said] * 4
+    assert {id(run) for run in checked} == {id(rank.run) for rank in world.ranks}
+
+
+@pytest.mark.parametrize("differing", [[], [1, 3]])
+def test_copies_that_differ_are_refilled_and_reported(
+    differing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    run = Mock(state=SchemeState(resyncs=2), log=logged.append)
+    cache = Mock()
+    given = {(run, cache.comparable_weights(), 7): differing}
+    monkeypatch.setattr(copies, "differing_ranks", lambda *found: given[found])
+    compare_copies(run, cache, 7)
+    assert cache.resync.call_count == bool(differing)
+    assert run.state == SchemeState(resyncs=3 if differing else 2)
+    assert logged == [
+        "quantized_comm: step 7: the weights that rank(s) [1, 3] keep differ from those of the "
+        "other holders; all are brought back exactly. If it happens again, look for faulty memory "
+        "or a faulty network"
+    ] * bool(differing)
+
+
+def test_replicas_that_differ_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = object()
+    replicas = [(0, held(1))]
+    found: list[int] = []
+    given = {(id(run), id(replicas), 7): found}
+    monkeypatch.setattr(copies, "differing_ranks", lambda a, b, step: given[id(a), id(b), step])
+    compare_replicas(run, replicas, 7)
+    found += [1, 3]
+    with pytest.raises(RuntimeError) as error:
+        compare_replicas(run, replicas, 7)
+    assert str(error.value) == (
+        "quantized_comm: step 7: the weights of rank(s) [1, 3] differ from those of the other "
+        "replicas, so these train models of their own. Begin with the same weights on all nodes "
+        "(the same seed or checkpoint), write weights on all nodes alike, or look for faulty "
+        "memory; then resume from the last checkpoint"
+    )
 
 
 def test_the_first_gradient_that_is_not_finite_is_named_once() -> None:

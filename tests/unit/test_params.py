@@ -156,6 +156,13 @@ def test_weights_have_random_keys_by_rank_and_hop(block: dict[str, Any], keys: l
         scheme = param.routes.scheme
         assert between == HopCodec(scheme.weights, keys[0], learned=True, difference=True)
         assert inside == HopCodec(scheme.weights_intra, keys[1], learned=False, difference=False)
+        param.levels = torch.arange(16.0)  # of the codec between the nodes
+        assert param.bound_codec(between, BF16, 5) == BoundCodec(
+            scheme.weights, Address(keys[0], 5), param.levels, difference=True
+        )
+        assert param.bound_codec(inside, BF16, 5) == BoundCodec(
+            scheme.weights_intra, Address(keys[1], 5), None, difference=False
+        )
 
 
 def signs(hop: int) -> Address:
@@ -283,6 +290,18 @@ def test_parameters_are_distinct_even_if_all_their_fields_are_equal() -> None:
     assert one.levels is None and one.row_state is ABSENT and one.gathered is EXACT
     with pytest.raises(AttributeError):
         one.trained_ = True  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="node_rows"):
+        _ = one.node_rows  # unset while there are none
+
+
+def test_a_parameter_is_printed_without_what_it_remembers() -> None:
+    param = param_of({"scheme": "qsdp"})
+    printed = repr(param)
+    assert "index=3, name='w'" in printed and "_weights" not in printed
+    param.weight_codecs(BF16, rank=0)
+    param.gradient_codecs(BF16, rank=0, hops=2)
+    param.node_rows = torch.zeros(3)  # type: ignore[assignment]
+    assert repr(param) == printed
 
 
 def test_packed_weights_are_not_quantized() -> None:

@@ -69,7 +69,10 @@ class Launches(list[Launch]):
     ) -> None:
         assert backend == "torch"
         assert all(buffer.device == CPU for buffer in buffers)
-        for operation, _ in operations.tasks:
+        for operation, offsets in operations.tasks:
+            if hasattr(operation, "values"):
+                stop = offsets.values + operation.numel
+                assert stop <= buffers[operation.values].numel()
             codec = getattr(operation, "fuse_with", None) or operation.codec
             bound, rotation = rng.bound_codecs[operation.stream], rng.rotations[operation.stream]
             assert bound.codec == codec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -178,3 +179,14 @@ def test_sums_go_back_with_the_random_bits_of_their_step() -> None:
     bound_codecs, rotations = bind(codecs, 6, 6)
     assert given[2] == [codec for (codec,) in bound_codecs] and given[3] == rotations
     assert rotations[0] is not None and rotations[0].signs.step == 6  # type: ignore[union-attr]
+
+
+def test_plans_of_returned_sums_are_distinct_and_do_not_change() -> None:
+    """Every bucket has one of its own, even if two of them are equal."""
+    exchange = Mock()
+    one, other = (ReturnedGradients(codecs=[], exchange=exchange) for _ in range(2))
+    assert one != other and len({one, other}) == 2
+    with pytest.raises(FrozenInstanceError):
+        one.codecs = []  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        ReturnedGradients([], exchange)  # type: ignore[misc]

@@ -315,7 +315,8 @@ class Rows:
     """A node shard of rank 2, the first of the second node, on three nodes of two ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, sends_lossless: bool = True) -> None:
-        monkeypatch.setattr(node_shard, "WeightCodecs", Mock())
+        self.codecs = Mock()
+        monkeypatch.setattr(node_shard, "WeightCodecs", self.codecs)
         self.params = [SimpleNamespace(trained=one) for one in (True, False, True)]
         routes = SimpleNamespace(sends_lossless=lambda dtype: sends_lossless and dtype == BF16)
         topology = SimpleNamespace(nodes=3, node_size=2)
@@ -335,7 +336,8 @@ class Rows:
         self.planned: list[Any] = []
         self.sent: list[Any] = []
         monkeypatch.setattr(node_shard, "plan_exchange", self._plan)
-        self.shard = NodeShard(Mock(run=self.run), self.sharded)
+        self.context = Mock(run=self.run)
+        self.shard = NodeShard(self.context, self.sharded)
 
     def _plan(self, *args: Any) -> Any:
         self.planned.append(args)
@@ -366,6 +368,20 @@ def test_the_rows_of_a_node_are_filled_exactly_and_can_be_trained(
     rows.fill_(7)
     made.shard.fill([False, True, False])
     assert made.shard.rows() is rows and len(made.sent) == 2
+
+
+def test_rows_have_codecs_of_the_first_hop_and_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frozen weights have one hop, which is inside the node."""
+    made = Rows(monkeypatch)
+    assert [call.args for call in made.codecs.call_args_list] == [(made.context, made.sharded)] * 2
+    assert [call.kwargs for call in made.codecs.call_args_list] == [{"hop": 0}, {"hop": -1}]
+
+
+def test_every_parameter_is_said_to_be_written_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Rows(monkeypatch).shard.fill([True])
 
 
 def test_rows_that_no_forward_has_filled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

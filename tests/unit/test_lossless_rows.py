@@ -28,3 +28,11 @@ def test_trained_parameters_side_by_side_are_one_range(trained: str, expected: l
         widths=widths,
     )
     assert list(trained_columns(sharded)) == expected
+
+
+def test_every_parameter_of_a_row_has_a_place() -> None:
+    params = [SimpleNamespace(trained=True)] * 2
+    for offsets, widths in (([0], (3, 2)), ([0, 3], (3,))):
+        sharded: Any = SimpleNamespace(params=params, offsets=offsets, widths=widths)
+        with pytest.raises(ValueError, match="shorter"):
+            trained_columns(sharded)

@@ -253,6 +253,15 @@ def test_modules_of_equal_ranks_and_dtype_agree_on_their_lossless_messages_at_on
     assert made.taken() == [("finish", module.name) for module in made.modules]
 
 
+def test_a_module_without_a_lossless_message_ends_the_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Made(Module("a", level=Mock(), lossless=True))
+    monkeypatch.setattr(node_copies, "posts", lambda *_, **__: [])
+    with pytest.raises(ValueError, match="shorter"):
+        made.copies.exchange()
+
+
 def test_a_device_compares_weights_after_the_optimizer_has_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -529,6 +530,14 @@ def test_the_rehearsal_knows_levels_of_few_ranks_and_sums_that_are_held() -> Non
     found = [message_kinds(run, levels) for levels in ([held], [at_once], [held, at_once])]
     assert [kinds.crosses_once for kinds in found] == [True, False, True]
     assert [kinds.has_few_ranks for kinds in found] == [False, True, True]
+
+
+def test_the_kinds_of_messages_are_given_by_name_and_do_not_change() -> None:
+    kinds = kinds_of()
+    with pytest.raises(FrozenInstanceError):
+        kinds.crosses_once = True  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        MessageKinds([], BF16, [], [], False, False)  # type: ignore[misc]
 
 
 # ---- connections ----

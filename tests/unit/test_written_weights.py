@@ -1,6 +1,7 @@
 """Writes into weights are noticed by content: every kind of write, and no other event."""
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -366,10 +367,9 @@ def test_fingerprints_of_shards_that_are_not_asked_for_are_zeros_if_no_run_needs
 
 def test_runs_on_a_device_are_longer_than_on_the_cpu() -> None:
     """2^21 words: kernels should be few there. On the CPU a run stays in the cache."""
-    device = torch.device("meta")
-    made = Fingerprints([FP64], device)
-    pieces = made.of([torch.empty((1 << 22) + 1, dtype=FP64, device=device)])
-    assert pieces.device.type == "meta" and len(pieces) == 3
+    made = Fingerprints([FP64], torch.device("meta"))
+    made._plan(((1 << 22) + 1,))
+    assert made.shard_of_piece.device.type == "meta" and len(made.shard_of_piece) == 3
 
 
 @pytest.mark.parametrize(
@@ -399,3 +399,19 @@ def test_a_shard_that_lies_in_whole_words_is_not_copied(
     flat = shard.detach().float().reshape(-1)
     assert found.tolist() == fingerprints([flat], [[(0, 0, flat.numel())]])
     assert len(copied) == copies and not found.requires_grad
+
+
+def test_planned_pieces_and_runs_are_given_by_name_and_do_not_change() -> None:
+    """They serve all steps."""
+    piece = written_weights._Piece(shard=0, start=0, stop=8)
+    run = written_weights._Run(
+        dtype=BF16, pieces=(piece,), numels=(8,), last_words=torch.tensor([1])
+    )
+    with pytest.raises(FrozenInstanceError):
+        piece.start = 1  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        run.numels = ()  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        written_weights._Piece(0, 0, 8)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        written_weights._Run(BF16, (piece,), (8,), torch.tensor([1]))  # type: ignore[misc]

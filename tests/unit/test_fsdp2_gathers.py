@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -111,6 +112,13 @@ def test_a_message_is_planned_once_for_every_set_of_trained_weights() -> None:
     assert made.of_step(7)[1] == "message 1" and made.of_step(7)[0] == made.expected(
         7, 0, None, None
     )
+
+
+def test_remembered_codecs_do_not_change() -> None:
+    made = Codecs(SHARD, 0)
+    made.of_step(5)
+    with pytest.raises(FrozenInstanceError):
+        made.codecs._current.are_exact = True  # type: ignore
 
 
 def test_a_step_in_full_precision_has_a_message_of_its_own() -> None:

@@ -419,3 +419,295 @@ def test_a_mesh_with_unequal_numbers_of_ranks_in_its_nodes_is_refused() -> None:
         attached(model)
     assert str(refused.value).startswith("quantized_comm.node_size=2: ")
     assert "ranks of every node" in str(refused.value)
+
+
+# ---- optimizer steps ----
+
+
+def backward(model: Any, *, last: bool = True) -> None:
+    model.set_is_last_backward(last)
+    model(torch.ones(2, 64)).sum().backward()
+
+
+def give_gradients(model: nn.Module, value: float = 0.0) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def error_of(call: Any) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_a_step_amid_an_accumulation_is_told_how_to_end_it() -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(model, {**NODES, "scheme": "qsdp"}, optimizer=optimizer)
+    backward(model, last=False)
+    said = (
+        "quantized_comm: {} while gradients of 2 module(s), such as the root, have not been "
+        "reduced over all ranks: call model.set_is_last_backward(True), and "
+        "set_requires_all_reduce(True) if you have called it, before the last backward of a step; "
+        "or drop the gradients with front.discard_gradients(); or set "
+        'quantized_comm.gradients.cross="micro_step"'
+    )
+    assert front.waiting_modules() == ["the root", "first"]
+    assert error_of(optimizer.step) == said.format("the optimizer steps")
+    assert error_of(front.detach) == said.format("the model is detached")
+    front.discard_gradients({id(parameter) for parameter in model.head.parameters()})
+    assert front.waiting_modules() == ["first"]
+    front.discard_gradients()
+    assert front.waiting_modules() == []
+    # Half of the ranks keep the sums of every weight of a node, in fp32.
+    assert front.figures()["held_bytes"] == 2 * (64 * 64 + 64) * 4 / 2
+    assert front.context.partial_sums.nbytes == 0
+    front.detach()
+
+
+def test_gradients_written_between_two_backwards_are_named_with_the_way_out() -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(model, {**NODES, "scheme": "qsdp"}, optimizer=optimizer)
+    backward(model, last=False)
+    for parameter in model.first.parameters():
+        parameter.grad.mul_(0.5)
+    backward(model)
+    said = (
+        "quantized_comm: gradients of 1 module(s), such as first, were written between two "
+        "backwards of an optimizer step. They are zero until the last backward, because the sums "
+        "of this step are kept inside the nodes. To drop this step's gradients call "
+        "optimizer.zero_grad(); to scale or clip gradients do so after the last backward, or set "
+        'quantized_comm.gradients.cross="micro_step"'
+    )
+    assert error_of(optimizer.step) == said
+    front.discard_gradients({id(parameter) for parameter in model.head.parameters()})
+    assert error_of(optimizer.step) == said
+    front.discard_gradients({id(model.first.bias)})
+    optimizer.step()
+    assert front.step == 1
+
+
+def test_collectives_that_the_user_sets_later_are_named() -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(model, {**NODES, "scheme": "qsdp"}, optimizer=optimizer)
+    give_gradients(model)
+    served = front.served[1]
+    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+        kept = getattr(served.sharded.group, name)
+        setattr(served.sharded.group, name, Mock())
+        assert error_of(optimizer.step) == (
+            "quantized_comm: set_custom_all_gather or set_custom_reduce_scatter was called on 1 "
+            "attached module(s), such as first: nothing of them is quantized. Leave that out, or "
+            "call front.detach() first"
+        )
+        setattr(served.sharded.group, name, kept)
+    optimizer.step()
+
+
+def test_a_change_of_what_is_trained_is_said_with_the_new_volume(lines: list[str]) -> None:
+    """In fp32: the root sends 4 bytes for its gather and 4 for its gradients, the layer 4 more."""
+    model = sharded()
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(model, {**NODES, "scheme": "full_precision"}, optimizer=optimizer)
+    lines.clear()
+
+    def step() -> list[str]:
+        give_gradients(model)
+        optimizer.step()
+        said = list(lines)
+        lines.clear()
+        return said
+
+    assert step() == []
+    front.run.savings.forget_prices = Mock()
+    model.first.requires_grad_(False)
+    assert step() == []  # this step may have moved it
+    front.run.savings.forget_prices.assert_not_called()
+    assert step() == [
+        "quantized_comm: 2 of 4 parameters are trained now, first.weight no longer: volume "
+        f"{((4 + 4) + (4 + 4)) / 2:.2f} B/param/step"
+    ]
+    front.run.savings.forget_prices.assert_called_once_with()
+    assert step() == []
+    model.first.bias.requires_grad_(True)
+    with_bias = (16 * 64 * 64 + (16 + 4) * 64) / (2 * (64 * 64 + 64))
+    assert step() == [
+        "quantized_comm: 3 of 4 parameters are trained now, first.bias too: volume "
+        f"{with_bias:.2f} B/param/step"
+    ]
+    assert step() == []
+
+
+def test_messages_are_checked_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_quant.fsdp2 import model as front_module
+
+    def checks(scheme: str, **block: Any) -> int:
+        check = Mock()
+        monkeypatch.setattr(front_module, "check_messages", check)
+        model = sharded(mp_policy=BF16)
+        optimizer = sgd(model)
+        front: Any = fsdp2.attach(model, {**NODES, "scheme": scheme, **block}, optimizer=optimizer)
+        front.copies = None
+        give_gradients(model)
+        optimizer.step()
+        assert all(call.args == (front.run,) for call in check.call_args_list)
+        return check.call_count
+
+    assert checks("qsdp") == 0
+    assert checks("qsdp", payload_checksum=True) == 1
+    assert checks("lossless") == 1
+
+
+def test_copies_follow_the_steps_of_several_optimizers() -> None:
+    """Writes are noted before the first one, and the last one ends the step."""
+    model = sharded()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model))
+    block = {**NODES, "scheme": "eden4", "checksum_steps": 0}
+    front: Any = fsdp2.attach(model, block, optimizer=[first, second])
+    copies = front.copies = Mock(nbytes=0)
+    give_gradients(model)
+    first.step()
+    assert [name for name, *_ in copies.method_calls] == ["note_writes"] and front.step == 0
+    assert front.state_dict() == {"step": 1}
+    second.step()
+    assert [name for name, *_ in copies.method_calls] == ["note_writes", "resync", "exchange"]
+    assert front.step == front.counted_steps == 1
+    assert front.context.weights_version == (1, 1)
+    copies.reset_mock()
+    front.run.state.exact_until = 4  # from the next step on, and while it lasts
+    for _ in range(2):
+        first.step()
+        second.step()
+    said = [name for name, *_ in copies.method_calls]
+    assert said == ["note_writes", "exchange", "resync_frozen", "note_writes", "exchange"]
+    assert front.context.weights_version == (3, 3)
+    front.detach()
+    copies.finish.assert_called_once_with()
+    assert front.copies is None
+    front.detach()
+    copies.finish.assert_called_once_with()
+
+
+def test_copies_and_replicas_are_compared_every_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_quant.fsdp2 import model as front_module
+
+    found: list[Any] = []
+
+    def compare_replicas(run: Any, weights: Any, step: int) -> None:
+        found.append((run, [(owner, len(held)) for owner, held in weights], step))
+
+    monkeypatch.setattr(front_module, "compare_copies", lambda *given: found.append(given))
+    monkeypatch.setattr(front_module, "compare_replicas", compare_replicas)
+    block = {**NODES, "checksum_steps": 2}
+    for scheme, ranks in (("eden4", range(4)), ("qsdp", [[0, 1], [2, 3]])):
+        model = sharded(tuple(ranks))
+        optimizer = sgd(model)
+        front: Any = fsdp2.attach(model, {**block, "scheme": scheme}, optimizer=optimizer)
+        copies = None
+        if scheme == "eden4":
+            copies = front.copies = Mock(nbytes=0)
+        front._forwards.compare_steps = Mock()
+        give_gradients(model)
+        found.clear()
+        for _ in range(5):
+            optimizer.step()
+        if copies is not None:
+            of_copies = [given for given in found if given[1] is copies]
+            assert of_copies == [(front.run, copies, 2), (front.run, copies, 4)]
+            assert copies.fill_written.call_count == len(found) == 5
+        else:  # rank 0 stands for ranks 0 and 2, which hold the same shards
+            assert found == [(front.run, [(0, 4)], step) for step in (1, 2, 4)]
+            assert front._forwards.compare_steps.call_args_list == 3 * [({"now": True},)]
+
+
+def test_nan_in_a_gradient_is_found_until_it_is_dropped(lines: list[str]) -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    block = {**NODES, "scheme": "qsdp", "fallback": {"on_nonfinite": "full_precision", "steps": 3}}
+    front: Any = fsdp2.attach(model, block, optimizer=optimizer)
+    assert front.state_dict() == {"step": 0, "exact_until": 0}
+    give_gradients(model)
+    assert not front.found_nonfinite()
+    front._after_reduction()  # other gradients
+    model.first.bias.grad.to_local()[3] = torch.nan
+    lines.clear()
+    version = front.context.weights_version
+    assert front.found_nonfinite() and front.found_nonfinite()
+    assert front.context.weights_version == (0, version[1] + 1)
+    assert lines == [
+        "quantized_comm: step 0: gradients hold NaN or Inf; the next 3 steps travel in full "
+        "precision (logged once, ds_quant.report counts)"
+    ]
+    assert front.run.state.nonfinite_steps == 1 and front.run.traffic.is_exact
+    assert front.state_dict() == {"step": 0, "exact_until": 3}
+    optimizer.zero_grad()
+    assert not front.found_nonfinite()
+    give_gradients(model)
+    assert not front.found_nonfinite()
+    optimizer.step()
+    assert front.step == 1 and front.run.state.nonfinite_steps == 1
+
+
+def test_a_checkpoint_has_steps_and_levels_and_loads_them() -> None:
+    weights = {"bits": 2, "rounding": "nearest", "levels": "learned", "level_steps": [1]}
+    model = sharded()
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(
+        model, {**NODES, "scheme": "qsdp", "weights": weights}, optimizer=optimizer
+    )
+    start = front.state_dict()
+    assert start.keys() == {"step", "learned_at", "levels"}
+    assert (start["step"], start["learned_at"]) == (0, 0)
+    assert list(start["levels"]) == ["head.weight", "first.weight"]
+    assert all(table.shape == (4,) for table in start["levels"].values())
+    give_gradients(model)
+    optimizer.step()
+    optimizer.step()
+    learned = front.state_dict()
+    assert (learned["step"], learned["learned_at"]) == (2, 2)
+    given = {name: torch.tensor([-1.0, -0.5, 0.5, 1.0]) for name in ("first.weight",)}
+    version = front.context.weights_version
+    front.served[0].reduction._reductions = 7
+    front.load_state_dict({"step": 5, "learned_at": 4, "levels": given})
+    assert front.step == 5 and front.served[0].reduction._reductions == 0
+    assert front.context.weights_version == (5, version[1] + 1)
+    loaded = front.state_dict()
+    assert (loaded["step"], loaded["learned_at"]) == (5, 4)
+    assert torch.equal(loaded["levels"]["first.weight"], given["first.weight"])
+    assert torch.equal(loaded["levels"]["head.weight"], start["levels"]["head.weight"])
+    held = {param.name: param.levels for param in front.run.params}
+    assert held["head.weight"] is None and held["first.bias"] is None
+    front.load_state_dict({"step": 6})
+    assert front.state_dict()["learned_at"] == 0
+    with pytest.raises(ValueError, match="step"):
+        front.load_state_dict({})
+
+
+def test_the_micro_steps_of_a_step_are_those_of_most_modules() -> None:
+    front = attached(sharded())
+    assert front.micro_steps == 1
+    for counts, micro_steps in (((3, 0), 3), ((2, 4), 2), ((4, 2), 2), ((0, 0), 1), ((5, 5), 5)):
+        for served, count in zip(front.served, counts, strict=True):
+            served.reduction.last_reductions = count
+        assert front.micro_steps == front.workload().micro_steps == micro_steps
+
+
+def test_the_report_of_a_model_has_its_replicas_and_memory() -> None:
+    numel = 2 * (64 * 64 + 64)
+    for scheme, ranks, replicas, kept in (
+        ("eden4", (0, 1, 2, 3), 1, 4 * numel / 2),
+        ("qsdp", (0, 1, 2, 3), 1, 0),
+        ("qsdp", ((0, 1), (2, 3)), 2, 0),
+    ):
+        front = attached(sharded(ranks), scheme)
+        figures = front.figures()
+        assert list(figures)[:2] == ["front", "replicas"] and list(figures)[-1] == "line"
+        assert (figures["front"], figures["replicas"]) == ("fsdp2", replicas)
+        assert figures["line"] == front.line and front.line.startswith(f"{scheme} on FSDP2, ")
+        assert (figures["kept_bytes"], figures["held_bytes"]) == (kept, 0)
+        assert figures["expected_held_bytes"] == 4 * numel / 2
+        assert figures["steps"] == 0 and figures["params"] == numel
+        (sizes,) = front.sizes()
+        assert sizes.trained == numel

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,12 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_quant import fsdp2
 from ds_quant.config.errors import AttachError, ConfigError
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
-from ds_quant.fsdp2 import attaching
+from ds_quant.fsdp2 import attaching, gradients, sharded_module
 from ds_quant.fsdp2.attaching import front_of
 from ds_quant.fsdp2.meshes import Mesh, Meshes
 from ds_quant.runtime import log
 from ds_quant.runtime.inactive import InactiveFront
 from ds_quant.runtime.memory_check import Free
+from ds_quant.runtime.reductions import reduced_codecs
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -711,3 +713,422 @@ def test_the_report_of_a_model_has_its_replicas_and_memory() -> None:
         assert figures["steps"] == 0 and figures["params"] == numel
         (sizes,) = front.sizes()
         assert sizes.trained == numel
+
+
+# ---- sharded modules ----
+
+
+def test_a_sharded_module_knows_its_shards_on_every_rank() -> None:
+    """Six rows on four ranks: two each, and none on the last. A shard takes 2 x 5 elements."""
+    model = nn.Linear(5, 6)
+    fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
+    front = attached(model)
+    (module,) = [served.sharded for served in front.served]
+    assert module.title == "the root" and module.name == ""
+    assert module.widths == (10, 2)
+    assert module.lengths == ((10, 10, 10, 0), (2, 2, 2, 0))
+    assert module.offsets == [0, 10] and module.row_numel == 12
+    assert module.numel == 6 * 5 + 6
+    assert [shard.shape for shard in module.shards()] == [(10,), (2,)]
+    assert module.dtype == module.gradient_dtype == torch.float32
+    assert module.reduces and module.fsdp_gathers == ""
+    bias = module.part([False, True])
+    assert [param.name for param in bias.params] == ["bias"]
+    assert (bias.widths, bias.lengths, bias.dtypes) == ((2,), ((2, 2, 2, 0),), (torch.float32,))
+    assert len(bias.members) == 1 and bias.members[0] is module.members[1]
+    assert (bias.offsets, bias.row_numel, bias.numel) == ([0], 2, 6)
+
+
+def test_a_row_is_finite_if_all_but_its_padding_is() -> None:
+    """Seven rows: two on every rank but the last. A bias of three: one, one, one and none."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(7, 3))
+            self.bias = nn.Parameter(torch.zeros(3))
+
+    model = fully_shard(Uneven(), mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
+    (module,) = [served.sharded for served in attached(model).served]
+    assert module.lengths == ((6, 6, 6, 3), (1, 1, 1, 0))
+
+    def finite(rank: int, place: int | None) -> list[bool]:
+        row = torch.zeros(module.row_numel)
+        if place is not None:
+            row[place] = torch.inf
+        level = Mock(shard=rank, num_shards=4)
+        flags = replace(module, level=level).finite_flags(row)
+        return [bool(flag) for flag in flags]
+
+    assert finite(0, None) == [True]
+    assert finite(0, 5) == finite(0, 6) == finite(3, 2) == [False]
+    assert finite(3, 3) == finite(3, 6) == [True]
+    assert (
+        replace(module.part([False, True]), level=Mock(shard=3, num_shards=4)).finite_flags(
+            torch.full((1,), torch.nan)
+        )
+        == []
+    )
+
+
+def test_a_parameter_counts_as_trained_for_the_step_that_may_have_moved_it() -> None:
+    model = sharded()
+    module = attached(model).served[1].sharded
+    weight, bias = module.params
+    assert module.was_trained == [True, True]
+    model.first.weight.requires_grad_(False)
+    assert module.follow_training() == [] and weight.trained
+    assert module.follow_training() == [weight] and not weight.trained and bias.trained
+    assert module.follow_training() == []
+    model.first.weight.requires_grad_(True)
+    assert module.follow_training() == [weight] and weight.trained
+
+
+def group(
+    *parameters: Tensor, param_dtype: Any = None, reduce_dtype: Any = None
+) -> tuple[Any, list[Any]]:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    members = [Mock(sharded_param=parameter) for parameter in parameters]
+    for member in members:
+        member.sharded_param._local_tensor = torch.empty(0)
+    return Mock(mp_policy=policy, fsdp_params=members), members
+
+
+def parameter(dtype: torch.dtype, *, trained: bool = True) -> Tensor:
+    return nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=trained)
+
+
+FP16, FP32, BYTES = torch.float16, torch.float32, torch.uint8
+BF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("parameters", "policy", "gathered", "reduced", "reason"),
+    [
+        ([parameter(FP32)], {}, [FP32], FP32, ""),
+        ([parameter(FP32)], {"param_dtype": BF}, [BF], BF, ""),
+        ([parameter(FP32)], {"param_dtype": BF, "reduce_dtype": FP32}, [BF], FP32, ""),
+        ([parameter(FP32)], {"reduce_dtype": FP16}, [FP32], FP16, ""),
+        (
+            [parameter(BYTES, trained=False), parameter(FP32)],
+            {"param_dtype": BF},
+            [BYTES, BF],
+            BF,
+            "several dtypes (bfloat16, uint8)",
+        ),
+        # Gradients are those of the first trained weight, else of the first one that could be.
+        ([parameter(FP16, trained=False), parameter(BF)], {}, [FP16, BF], BF, None),
+        (
+            [parameter(BYTES, trained=False), parameter(FP16, trained=False)],
+            {},
+            [BYTES, FP16],
+            FP16,
+            "several dtypes (float16, uint8)",
+        ),
+        ([parameter(BYTES, trained=False)], {}, [BYTES], FP32, "uint8"),
+        ([parameter(torch.float64)], {}, [torch.float64], torch.float64, "float64"),
+    ],
+)
+def test_dtypes_of_gathers_and_gradients_are_those_of_fsdp2(
+    parameters: list[Tensor],
+    policy: dict[str, Any],
+    gathered: list[torch.dtype],
+    reduced: torch.dtype,
+    reason: str | None,
+) -> None:
+    of_module, members = group(*parameters, **policy)
+    found = [sharded_module.gathered_dtype(of_module, member) for member in members]
+    assert found == gathered
+    assert sharded_module.gradient_dtype(of_module) == reduced
+    if reason is not None:
+        assert sharded_module._reason_of_own_gather(members, found) == reason
+
+
+def test_weights_with_an_all_gather_of_their_own_are_gathered_by_fsdp2() -> None:
+    of_module, (member,) = group(parameter(FP32))
+    member.sharded_param._local_tensor = Mock(fsdp_pre_all_gather=Mock())
+    assert sharded_module.gathered_dtype(of_module, member) == BYTES
+    reason = sharded_module._reason_of_own_gather([member], [BYTES])
+    assert reason == "an all-gather of their own"
+
+
+def test_what_fsdp2_sends_itself_is_said_with_the_first_module() -> None:
+    own = object()
+
+    def module(title: str, gathers: str, dtype: torch.dtype, backward: int | None) -> Any:
+        after = own if backward is None else Mock(shard_mesh_size=backward)
+        return Mock(
+            title=title,
+            fsdp_gathers=gathers,
+            gradient_dtype=dtype,
+            reduces=dtype == FP32,
+            group=Mock(mesh_info=own, post_forward_mesh_info=after),
+        )
+
+    served = module("a", "", FP32, None)
+    assert list(sharded_module.gathered_by_fsdp([served])) == []
+    kept = Mock(title="k", fsdp_gathers="", reduces=True, group=Mock(post_forward_mesh_info=None))
+    assert list(sharded_module.gathered_by_fsdp([kept])) == []
+    double = module("b", "float64", torch.float64, 4)
+    packed = module("c", "uint8", FP32, 2)
+    assert list(sharded_module.gathered_by_fsdp([served, double, packed])) == [
+        "FSDP2 gathers the weights of 2 module(s) itself, such as b, which holds weights of "
+        "float64",
+        "FSDP2 gathers the weights of 2 module(s) again for the backward, among 2 or 4 ranks and "
+        "in full precision: the volume leaves these gathers out",
+        "FSDP2 reduces the gradients of 1 module(s) itself, such as b, whose gradients are float64",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "padded", "dim", "ranks", "lengths"),
+    [
+        ((6, 5), (2, 5), 0, 4, (10, 10, 10, 0)),
+        ((7, 3), (2, 3), 0, 4, (6, 6, 6, 3)),
+        ((1,), (1,), 0, 3, (1, 0, 0)),
+        ((0, 4), (0, 4), 0, 2, (0, 0)),
+        ((3, 8), (3, 4), 1, 2, (12, 12)),
+    ],
+)
+def test_lengths_of_shards_leave_padding_out(
+    shape: tuple[int, ...], padded: tuple[int, ...], dim: int, ranks: int, lengths: tuple[int, ...]
+) -> None:
+    member = Mock(_orig_size=torch.Size(shape), padded_sharded_param_size=torch.Size(padded))
+    member.fsdp_placement.dim = dim
+    assert sharded_module._lengths(member, ranks) == lengths
+
+
+def test_settings_of_fully_shard_that_are_refused_are_named() -> None:
+    def error(change: Any, *, root: bool = False) -> str:
+        model = sharded()
+        change((model if root else model.first)._get_fsdp_state()._fsdp_param_groups[0])
+        with pytest.raises(AttachError) as refused:
+            attached(model)
+        return str(refused.value)
+
+    def own_collective(of_module: Any) -> None:
+        of_module._reduce_scatter_comm = Mock()
+
+    def kept_sums(of_module: Any) -> None:
+        of_module._partial_reduce_output = torch.zeros(1)
+
+    def offload(of_module: Any) -> None:
+        of_module.fsdp_params[1].offload_to_cpu = True
+
+    assert error(own_collective) == (
+        "quantized_comm: module first has collectives of set_custom_all_gather or "
+        "set_custom_reduce_scatter: leave them out: the block replaces both"
+    )
+    assert error(kept_sums) == (
+        "quantized_comm: module first has gradients that set_requires_all_reduce(False) has kept "
+        "from the other replicas: call attach between optimizer steps"
+    )
+    assert error(offload, root=True) == (
+        "quantized_comm: module (root) has offload_policy=CPUOffloadPolicy(...): allowed: "
+        "OffloadPolicy(), the default; leave offload_policy out"
+    )
+
+
+def test_parameters_are_yielded_once_under_their_names() -> None:
+    model = sharded()
+    front = attached(model)
+    names = ["first.weight", "first.bias", "head.weight", "head.bias"]
+    held = dict(model.named_parameters())
+    found = dict(sharded_module.named_parameters(model))
+    assert list(found) == names and all(found[name] is held[name] for name in names)
+    # Gathered modules hold other tensors: the sharded ones have the names of their modules.
+    model.first.unshard()
+    gathered = list(sharded_module.named_parameters(model))
+    assert [name for name, _ in gathered] == [*names, "first", "first"]
+    assert gathered[4][1] is held["first.weight"] and gathered[5][1] is held["first.bias"]
+    modules = [served.sharded for served in front.served]
+    known = list(sharded_module.named_parameters(model, modules))
+    assert [name for name, _ in known] == [*names[2:], *names[:2], *names[:2]]
+    assert known[2][1] is held["first.weight"]
+
+
+# ---- reductions ----
+
+
+def reduction_of(front: Any, index: int = 1) -> Any:
+    return front.served[index].reduction
+
+
+@pytest.mark.parametrize(
+    ("ranks", "factor", "op", "scale"),
+    [
+        ((0, 1, 2, 3), None, dist.ReduceOp.AVG, 1 / 4),
+        ((0, 1, 2, 3), 2.0, dist.ReduceOp.AVG, 1 / 2),
+        ((0, 1, 2, 3), None, dist.ReduceOp.SUM, 1.0),
+        ((0, 1, 2, 3), 2.0, dist.ReduceOp.SUM, 1.0),
+        (((0, 1), (2, 3)), None, dist.ReduceOp.AVG, 1 / 4),
+        (((0, 1), (2, 3)), None, dist.ReduceOp.SUM, 1 / 2),
+        (((0, 1), (2, 3)), 8.0, dist.ReduceOp.SUM, 1.0),
+        (((0, 1), (2, 3)), 8.0, dist.ReduceOp.AVG, 1 / 8),
+    ],
+)
+def test_sums_are_divided_once(ranks: Any, factor: float | None, op: Any, scale: float) -> None:
+    model = sharded(ranks)
+    reduction = reduction_of(attached(model))
+    model.first.set_gradient_divide_factor(1.0)
+    reduction._sharded.group.gradient_divide_factor = factor
+    assert reduction._scale(op) == scale
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(None, 1 / 4), (3.0, 1.0)])
+def test_sums_of_replicated_modules_are_divided_once(factor: float | None, scale: float) -> None:
+    reduction = reduction_of(attached(sharded([[0], [1], [2], [3]]), node_size=1))
+    reduction._sharded.group.gradient_divide_factor = factor
+    assert reduction._scale_of_replicated == scale
+
+
+def test_random_bits_of_a_reduction_are_addressed_by_step_and_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bits of a step begin at its number times 2^24. Backwards that are added share their signs."""
+    model = sharded()
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(model, {**NODES, "scheme": "qsdp"}, optimizer=optimizer)
+    addresses: list[tuple[int, int]] = []
+    bind = gradients.bind
+
+    def bound(codecs: Any, address: int, signs: int) -> Any:
+        addresses.append((address, signs))
+        return bind(codecs, address, signs)
+
+    monkeypatch.setattr(gradients, "bind", bound)
+    for _ in range(2):
+        backward(model, last=False)
+        backward(model)
+        optimizer.step()
+        assert front.micro_steps == 2
+    first = 1 << 24
+    assert addresses == [(0, 0), (0, 0), (1, 0), (1, 0)] + [
+        (first, first),
+        (first, first),
+        (first + 1, first),
+        (first + 1, first),
+    ]
+    backward(model)
+    optimizer.zero_grad()  # the step begins anew
+    addresses.clear()
+    backward(model)
+    assert addresses == [(2 * first, 2 * first)] * 2
+    addresses.clear()
+    one_node = sharded()
+    other: Any = attached(one_node, node_size=4)
+    other.step = 3
+    backward(one_node)
+    backward(one_node)
+    assert addresses == [(3 * first, 3 * first)] * 2 + [(3 * first + 1, 3 * first + 1)] * 2
+
+
+def test_plans_follow_from_dtype_precision_scale_and_gradients() -> None:
+    front = attached(sharded())
+    reduction = reduction_of(front)
+    reduction.note_gradients([True, True])
+    row = torch.empty(4 * (64 * 64 // 4 + 64 // 4))
+    plan = reduction._plan(row, 0.25)
+    assert reduction._plan(row, 0.25) is plan
+    plans = [plan, reduction._plan(row, 1.0), reduction._plan(row.bfloat16(), 0.25)]
+    front.run.state.killed = True
+    exact = reduction._plan(row, 0.25)
+    plans.append(exact)
+    front.run.state.killed = False
+    reduction.note_gradients([False, True])
+    bias = reduction._plan(torch.empty(64), 0.25)
+    assert [param.name for param in bias.rows.params] == ["first.bias"]
+    assert len({id(each) for each in (*plans, bias)}) == 5
+    assert plan.returned is None
+    assert plan.gradient_codecs[0].spec.codecs != exact.gradient_codecs[0].spec.codecs
+    # Layers of equal shapes share the tables.
+    root = reduction_of(front, 0)
+    root.note_gradients([True, True])
+    assert root._plan(row, 0.25).sums is plan.sums
+    assert root._plan(row, 1.0).sums is plans[1].sums is not plan.sums
+    assert error_of(lambda: reduction._plan(torch.empty(68), 0.25)) == (
+        "quantized_comm: FSDP2 reduces 68 elements of first where 64 were expected, of its "
+        "parameters that have gradients: please report this with the release of torch"
+    )
+
+
+def segments_of(reduction: Any) -> list[dict[str, Any]]:
+    reduction.note_gradients([True, True])
+    rows = reduction._sharded.part([True, True])
+    codecs = reduced_codecs(reduction._level, rows.params, FP32, full_precision=False)
+    return [segment._asdict() for segment in reduction._segments(rows, codecs)]
+
+
+def uneven(ranks: Any) -> Any:
+    """A layer whose 66 rows of 64 take 17 on three ranks and 15 on the last."""
+    model = nn.Linear(64, 66)
+    names = ("replica", "shard") if isinstance(ranks[0], Sequence) else ("shard",)
+    return fully_shard(model, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=names))
+
+
+def test_every_rank_sums_its_shard_of_every_gradient() -> None:
+    """A row holds 17 x 64 weights and 17 of the bias, whose slots have that length everywhere."""
+    row = 17 * 64 + 17
+    for node_size, is_plain in ((4, True), (2, False)):
+        found = segments_of(reduction_of(attached(uneven(range(4)), node_size=node_size), 0))
+        places = [("gradient", "start", "numel", "first", "reducer", "total", "slot")]
+        expected = [
+            (0, rank * row, (15 if rank == 3 else 17) * 64, rank * 17 * 64, rank, 0)
+            for rank in range(4)
+        ]
+        assert [tuple(each[name] for name in places[0][:6]) for each in found[:4]] == expected
+        expected = [
+            (1, rank * row + 17 * 64, 15 if rank == 3 else 17, rank * 17, rank, 17 * 64)
+            for rank in range(4)
+        ]
+        assert [tuple(each[name] for name in places[0][:6]) for each in found[4:]] == expected
+        assert {each["tensor"] for each in found} == {0}
+        assert [each["slot"] for each in found[:4]] == [17 * 64 if is_plain else 0] * 4
+        assert [each["slot"] for each in found[4:]] == [17] * 4
+        assert all((each["vector"] is not None) == is_plain for each in found)
+
+
+def test_with_replicas_nodes_sum_halves_of_every_shard() -> None:
+    """Of two ranks in a node each has 33 rows; a node sums the first or second half of them."""
+    found = segments_of(reduction_of(attached(uneven(((0, 1), (2, 3)))), 0))
+    row = 33 * 64 + 33
+    names = ("gradient", "start", "numel", "first", "reducer")
+    weights = [tuple(each[name] for name in names) for each in found[:4]]
+    half = weights[0][2]
+    assert half % 8 == 0 and 0 < half < 33 * 64
+    assert weights == [
+        (0, 0, half, 0, 0),
+        (0, half, 33 * 64 - half, half, 2),
+        (0, row, half, 33 * 64, 1),
+        (0, row + half, 33 * 64 - half, 33 * 64 + half, 3),
+    ]
+    bias = [tuple(each[name] for name in names) for each in found[4:]]
+    part = bias[0][2]
+    assert bias == [
+        (1, 33 * 64, part, 0, 0),
+        (1, 33 * 64 + part, 33 - part, part, 2),
+        (1, row + 33 * 64, part, 33, 1),
+        (1, row + 33 * 64 + part, 33 - part, 33 + part, 3),
+    ]
+    assert {each["tensor"] for each in found} == {0}
+
+
+def test_detach_gives_fsdp2_its_collectives_and_meshes_back() -> None:
+    model = sharded([[0, 1], [2, 3]])
+    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, model.first)]
+
+    def records() -> list[Any]:
+        names = ("_all_gather_comm", "_reduce_scatter_comm", "mesh_info", "post_forward_mesh_info")
+        return [getattr(each, name) for each in groups for name in names]
+
+    before = records()
+    front = attached(model)
+    during = records()
+    assert not any(now is then for now, then in zip(during[:3], before[:3], strict=True))
+    assert groups[0].mesh_info.replicate_mesh_dim is None
+    assert groups[1].post_forward_mesh_info is groups[1].mesh_info
+    assert "post_backward" in vars(groups[1])
+    front.detach()
+    assert all(now is then for now, then in zip(records(), before, strict=True))
+    assert not any("post_backward" in vars(each) for each in groups)
+    assert "zero_grad" not in vars(model) and "zero_grad" not in vars(model.first)

@@ -1132,3 +1132,235 @@ def test_detach_gives_fsdp2_its_collectives_and_meshes_back() -> None:
     assert all(now is then for now, then in zip(records(), before, strict=True))
     assert not any("post_backward" in vars(each) for each in groups)
     assert "zero_grad" not in vars(model) and "zero_grad" not in vars(model.first)
+
+
+def test_backwards_cross_between_nodes_unless_another_one_is_declared() -> None:
+    def crosses(ranks: Any, *, last: bool, hook: Any = None, **block: Any) -> bool:
+        model = sharded(ranks)
+        front = attached(model, **block)
+        model.first.set_is_last_backward(last)  # the root has not shared its state yet
+        reduction_of(front)._sharded.group._all_reduce_hook = hook
+        return bool(reduction_of(front)._crosses)
+
+    flat, replicas, hook = (0, 1, 2, 3), ((0, 1), (2, 3)), Mock()
+    assert crosses(flat, last=True) and crosses(replicas, last=True)
+    assert not crosses(flat, last=False) and not crosses(replicas, last=False)
+    # A user's hook sees all gradients; that of replicas those of the replicas.
+    assert crosses(flat, last=False, hook=hook) and not crosses(replicas, last=False, hook=hook)
+    assert crosses(flat, last=False, node_size=4)  # one node
+    assert crosses(flat, last=False, gradients={"cross": "micro_step"})
+
+
+def test_gradients_of_a_dtype_without_codec_are_reduced_by_fsdp2_and_counted() -> None:
+    model = nn.Linear(8, 8, dtype=torch.float64)
+    fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
+    of_torch: Any = model._get_fsdp_state()._fsdp_param_groups[0]  # type: ignore[operator]
+    own = Mock(return_value="work")
+    front = attached(model)
+    reduction = reduction_of(front, 0)
+    assert reduction is of_torch._reduce_scatter_comm and "post_backward" not in vars(of_torch)
+    reduction._fsdp_reduce_scatter = own
+    row, rows = torch.empty(18), torch.empty(72)
+    assert reduction(row, rows, "group", "op", True) == "work"
+    own.assert_called_once_with(row, rows, "group", "op", True)
+    reduction(row, rows, "group", "op")
+    own.assert_called_with(row, rows, "group", "op", False)
+    received = front.figures()["received_bytes"]["gradients"]
+    # In a ring every rank receives three quarters of 72 x 4 bytes, twice.
+    assert sum(received.values()) == 2 * 72 * 4 * 3 / 4
+    own.allocate.return_value = row
+    assert reduction.allocate((18,), dtype=FP32, device=CPU) is row
+    own.allocate.assert_called_once_with((18,), dtype=FP32, device=CPU)
+
+
+def test_a_users_hook_sees_zeros_in_the_padding_and_stays_after_an_error() -> None:
+    model = uneven(range(4))
+    front: Any = attached(model, "full_precision")
+    model.set_all_reduce_hook(Mock())
+    reduction = reduction_of(front, 0)
+    row = torch.full((17 * 64 + 17,), torch.nan)
+    reduction.note_gradients([True, True])
+    reduction._begin = reduction._finish = Mock()  # they write all but the padding
+    for has_hook in (False, True):
+        reduction._has_users_hook = has_hook
+        row.fill_(3.0)
+        assert reduction(row, torch.ones(4 * row.numel()), None, dist.ReduceOp.AVG) is None
+        assert row.unique().tolist() == [0.0 if has_hook else 3.0]
+    # FSDP2 fails in this backward: its record has the user's hook again.
+    of_torch = reduction._sharded.group
+    hook = of_torch._all_reduce_hook
+    other = sharded([[0, 1], [2, 3]])
+    failing = reduction_of(attached(other))._sharded.group
+    failing._all_reduce_hook = hook
+    failing.post_forward_mesh_info = None
+    failing.fsdp_params = None
+    with pytest.raises(TypeError):
+        failing.post_backward()
+    assert failing._all_reduce_hook is hook
+
+
+def test_ranges_of_the_profiler_name_the_module() -> None:
+    model = sharded()
+    attached(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        backward(model)
+    names = {event.name for event in profile.events()}
+    assert {"ds_quant::reduce first", "ds_quant::reduce the root"} <= names
+
+
+def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -> None:
+    model = sharded()
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(model, {**NODES, "scheme": "qsdp"}, optimizer=optimizer)
+    reduction = reduction_of(front)
+    weight, bias = reduction._sharded.members
+    backward(model, last=False)
+    model.first.bias.requires_grad_(False)
+    seen: list[Any] = []
+    plan = reduction._plan
+
+    def planned(gradients: Tensor, scale: float) -> Any:
+        seen.append((reduction._has_gradient, gradients.dtype))
+        return plan(gradients, scale)
+
+    reduction._plan = planned
+    backward(model)
+    assert seen == [((True, True), FP32)]
+    assert front.waiting_modules() == []
+    # A gradient counts where FSDP2 keeps it: on the gathered parameter, or beside it.
+    for member in (weight, bias):
+        member._unsharded_param.grad = member.unsharded_accumulated_grad = None
+    assert not reduction._reduces(weight) and not reduction._reduces(bias)
+    bias.unsharded_accumulated_grad = torch.zeros(64, dtype=BF)
+    assert reduction._reduces(bias) and not reduction._reduces(weight)
+    assert reduction._dtype_of_gradients() == BF
+    weight._unsharded_param.grad = torch.zeros(64, 64)
+    assert reduction._reduces(weight) and reduction._dtype_of_gradients() == FP32
+    weight._unsharded_param.grad = bias.unsharded_accumulated_grad = None
+    assert reduction._dtype_of_gradients() == FP32
+    reduction._sharded.group.reduce_scatter_unused_params = True
+    weight._unsharded_param.requires_grad_(True)
+    bias._unsharded_param.requires_grad_(False)
+    assert reduction._reduces(weight) and not reduction._reduces(bias)
+
+
+def test_replicated_modules_keep_whole_gradients_until_the_last_backward() -> None:
+    """FSDP2 is asked not to reduce while another backward is declared, also after an error."""
+    model = sharded([[0], [1], [2], [3]])
+    optimizer = sgd(model)
+    front: Any = fsdp2.attach(
+        model, {**NODES, "node_size": 1, "scheme": "qsdp"}, optimizer=optimizer
+    )
+    reduction = reduction_of(front)
+    of_torch = reduction._sharded.group
+    asked: list[bool] = []
+
+    def reduce(*given: Any) -> None:
+        asked.append(of_torch.reduce_grads)
+        if given:
+            raise ZeroDivisionError
+
+    model.first.set_is_last_backward(False)
+    reduction._reduce_or_keep(reduce)
+    assert asked == [False] and of_torch.reduce_grads is True
+    assert not front.waiting_modules()  # no gradient was there
+    with pytest.raises(ZeroDivisionError):
+        reduction._reduce_or_keep(reduce, "unused")
+    assert asked == [False, False] and of_torch.reduce_grads is True
+    backward(model, last=False)
+    assert front.waiting_modules() == ["the root", "first"]
+    assert all(member._unsharded_param.grad is not None for member in reduction._sharded.members)
+    front.discard_gradients({id(model.first.weight)})
+    weight, bias = reduction._sharded.members
+    assert weight.unsharded_accumulated_grad is None and weight._unsharded_param.grad is None
+    assert bias._unsharded_param.grad is not None
+    assert front.waiting_modules() == ["the root", "first"]
+    bias.unsharded_accumulated_grad = torch.zeros(64)  # where FSDP2 keeps it in another dtype
+    front.discard_gradients({id(model.first.bias)})
+    assert bias.unsharded_accumulated_grad is None and bias._unsharded_param.grad is None
+    assert front.waiting_modules() == ["the root"]
+    front.discard_gradients()
+    assert front.waiting_modules() == []
+    asked.clear()
+    of_torch.reduce_grads = False
+    reduction._reduce_or_keep(reduce)
+    of_torch.reduce_grads = True
+    model.set_is_last_backward(True)
+    reduction._reduce_or_keep(reduce)
+    assert asked == [False, True] and of_torch.reduce_grads is True
+
+
+def test_sums_of_dropped_gradients_leave_the_others() -> None:
+    model = sharded()
+    front = attached(model)
+    reduction = reduction_of(front)
+    backward(model, last=False)
+    ((plan, sums),) = reduction._partial_sums.items()
+    sums.drop = Mock(wraps=sums.drop)
+    model.first.weight.grad = None
+    front.discard_gradients({id(model.first.weight), id(model.head.weight)})
+    sums.drop.assert_called_once_with([0])
+    assert sums.members_without_gradient() == [0] and sums.versions[0] == -1
+    assert not sums.was_written()
+    model.first.bias.grad.add_(0)
+    assert sums.was_written()
+    sums.note_versions()
+    assert not sums.was_written()
+    model.first.weight.grad = torch.zeros_like(model.first.weight)  # made since
+    assert sums.was_written()
+    model.first.bias.grad = None
+    model.first.weight.grad = None
+    assert not sums.was_written()
+    held = front.context.partial_sums.nbytes
+    assert reduction.holds_partial_sums is False and reduction._partial_sums == {}
+    assert front.context.partial_sums.nbytes == held - sums.values.nbytes
+
+
+# ---- the end of a front ----
+
+
+def test_a_front_on_a_device_waits_for_it_before_its_copies_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    synchronize = Mock()
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    attached(sharded()).detach()
+    synchronize.assert_not_called()
+    front = attached(sharded())
+    front.run.device = torch.device("cuda")
+    front.detach()
+    synchronize.assert_called_once_with(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("ended_by", ["", "ranks have stepped alone"])
+def test_a_front_that_is_freed_waits_for_messages_that_will_arrive(ended_by: str) -> None:
+    front = attached(sharded())
+    front.copies = Mock()
+    front.context.partial_sums = Mock()
+    front._forwards.ended_by = ended_by
+    front.__del__()
+    waits = [] if ended_by else [((), {})]
+    assert front.copies.finish.call_args_list == waits
+    assert front.context.partial_sums.wait.call_args_list == waits
+    front.copies.finish.side_effect = RuntimeError
+    front.__del__()
+
+
+def test_gradients_count_as_reduced_until_all_trained_ones_are_dropped() -> None:
+    model = sharded()
+    front = attached(model)
+    steps = front._optimizers
+    biases = {id(model.first.bias), id(model.head.bias)}
+    backward(model)
+    front.discard_gradients(biases)
+    assert steps.has_reduced
+    model.first.weight.requires_grad_(False)
+    model.head.weight.requires_grad_(False)
+    front.discard_gradients({id(model.first.bias)})
+    assert steps.has_reduced
+    front.discard_gradients(biases)
+    assert not steps.has_reduced
+    front._after_reduction()
+    assert steps.has_reduced
+    front.discard_gradients()
+    assert not steps.has_reduced

@@ -1,0 +1,560 @@
+"""FSDP2's steps: where forwards begin, which optimizer steps count, which gradients are dropped."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from ds_quant.fsdp2 import forwards, optimizers, torch_names, watched_gradients
+from ds_quant.fsdp2.dropped_gradients import drop_with_module, drop_with_optimizer
+from ds_quant.fsdp2.forwards import Forwards, StepsVote
+from ds_quant.fsdp2.optimizers import OptimizerSteps
+from ds_quant.fsdp2.watched_gradients import WatchedGradients
+from ds_quant.runtime.fallback import Finding
+from ds_quant.runtime.written_weights import UnequalSteps
+
+CPU = torch.device("cpu")
+
+# ---- forwards ----
+
+
+def forwards_of(weights: Any = None, gradients: Any = None) -> tuple[Forwards, list[str]]:
+    """Return the forwards of a run, and its log."""
+    lines: list[str] = []
+    run = Mock(log=lines.append, device=CPU, step=3)
+    run.scheme.weights, run.scheme.gradients = weights, gradients
+    return Forwards(run), lines
+
+
+def test_a_forward_begins_with_the_first_gather_and_where_a_module_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = True
+    monkeypatch.setattr(torch_names, "in_forward", lambda module: running and module == "module")
+    found, _ = forwards_of()
+    first, second = (Mock(module="module") for _ in range(2))
+    assert found.begins_with(first)
+    assert found.begins_with(second)  # until the forward has begun
+    found.begin_with(first)
+    assert not found.begins_with(second)
+    assert found.begins_with(second) and found.begins_with(first)
+    found.begin_with(second)
+    assert not found.begins_with(first)
+    found.expect()
+    assert found.begins_with(Mock(module="module"))
+    found.begin_with(None)
+    assert not found.begins_with(second)
+    running = False  # outside of any forward
+    assert found.begins_with(Mock(module="module"))
+
+
+def test_a_thousand_forwards_without_a_step_are_warned_of_once() -> None:
+    found, lines = forwards_of()
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            found.begin_with(None)
+
+    run(999)
+    with torch.no_grad():
+        run(5)
+    found.after_step()
+    run(999)
+    assert lines == []
+    run(1)
+    said = (
+        "quantized_comm: 1000 forwards without a step of an optimizer of torch.optim.Optimizer "
+        "that holds this model's parameters: random bits repeat, and warmup_steps do not end "
+        "(logged once)"
+    )
+    assert lines == [said]
+    run(50)
+    assert lines == [said]
+
+
+def test_steps_that_ranks_take_alone_end_a_model_with_copies() -> None:
+    found, _ = forwards_of()
+    found.refuse_ended()
+    said = (
+        "quantized_comm: optimizers of this model have taken 1 steps on some ranks and 2 on "
+        "others. Random bits and the nodes' copies of the weights need steps of all ranks alike: "
+        "let all ranks decide together, such as by torch.distributed.all_reduce of the flag that "
+        "skips a step. "
+    )
+    error = found.error_of(UnequalSteps(1, 2), has_copies=False)
+    assert str(error) == f"{said}Load a checkpoint on all ranks, also to the front"
+    found.refuse_ended()
+    ended = (
+        f"{said}Resume from a checkpoint in new processes: weights are under way to ranks that do "
+        "not expect them"
+    )
+    assert str(found.error_of(UnequalSteps(1, 2), has_copies=True)) == found.ended_by == ended
+    with pytest.raises(RuntimeError) as raised:
+        found.refuse_ended()
+    assert str(raised.value) == ended
+
+
+def test_a_vote_on_steps_is_read_in_the_next_forward_or_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps_of_other = 3
+    waited: list[bool] = []
+
+    def post_least(numbers: Tensor) -> Any:
+        def wait() -> None:
+            waited.append(True)
+            other = torch.tensor([steps_of_other, ~steps_of_other])
+            torch.minimum(numbers, other, out=numbers)
+
+        return Mock(wait=wait)
+
+    vote = StepsVote(Mock(post_least=post_least), CPU)
+    vote.read()
+    vote.compare(3)
+    assert waited == []
+    vote.compare(3)
+    assert waited == [True]
+    steps_of_other = 4
+    with pytest.raises(UnequalSteps) as raised:
+        vote.read()
+    assert raised.value.args == (3, 4)
+    vote.read()
+    assert len(waited) == 2
+    steps_of_other = 2
+    vote.compare(3)
+    with pytest.raises(UnequalSteps) as raised:
+        vote.compare(4)
+    assert raised.value.args == (2, 3)
+    made = Mock()
+    monkeypatch.setattr(forwards, "StepsVote", made)
+    found, _ = forwards_of(weights="codec")
+    made.assert_called_once_with(found._run.votes, CPU)
+    found.compare_steps()
+    made.return_value.compare.assert_called_once_with(3)
+    made.return_value.read.assert_not_called()
+    found.compare_steps(now=True)
+    made.return_value.read.assert_called_once_with()
+
+
+# ---- optimizers ----
+
+
+class Front:
+    """Notes what ``OptimizerSteps`` tells a model of two parameters."""
+
+    def __init__(self) -> None:
+        self.parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+        self.events: list[Any] = []
+        self.waiting: list[str] = []
+
+    def parameter_ids(self) -> Iterable[int]:
+        return map(id, self.parameters)
+
+    def before_step(self, *, has_moved: bool) -> None:
+        self.events.append(("before", has_moved))
+
+    def after_step(self, *, is_new: bool) -> None:
+        self.events.append(("after", is_new))
+
+    def waiting_modules(self) -> list[str]:
+        return self.waiting
+
+    def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
+        self.events.append(("dropped", parameters))
+
+    def said(self) -> list[Any]:
+        events, self.events = self.events, []
+        return events
+
+
+@pytest.fixture
+def front() -> Any:
+    return Front()
+
+
+@pytest.fixture
+def steps(front: Front) -> Any:
+    made = OptimizerSteps(front)
+    yield made
+    made.stop()
+
+
+def sgd(*parameters: Tensor, lr: Any = 0.1) -> Optimizer:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return SGD(list(parameters), lr=lr)
+
+
+def test_a_step_ends_when_all_optimizers_have_stepped(front: Front, steps: OptimizerSteps) -> None:
+    first, second = (sgd(parameter) for parameter in front.parameters)
+    steps.follow([first, second])
+    steps.after_reduction()
+    first.step()
+    assert front.said() == [("before", False)] and steps.begun == 1 and not steps.has_reduced
+    second.step()
+    assert front.said() == [("before", True), ("after", True)] and steps.begun == 0
+    sgd(nn.Parameter(torch.ones(1))).step()  # of another model
+    assert front.said() == []
+    # One steps alone: the next forward ends its step, and a late one goes on with it.
+    steps.after_reduction()
+    second.step()
+    steps.before_forward()
+    assert front.said() == [("before", False), ("after", True)]
+    steps.before_forward()
+    assert front.said() == []
+    first.step()
+    steps.before_forward()
+    assert front.said() == [("before", False), ("after", False)]
+    # The same optimizer again begins a new step, also without a reduction.
+    first.step()
+    first.step()
+    assert steps.begun == 1
+    steps.before_forward()
+    assert front.said() == [("before", False), ("before", True), ("after", True)]
+
+
+def test_an_optimizer_that_is_first_seen_when_it_steps_is_known_then(
+    front: Front, steps: OptimizerSteps
+) -> None:
+    steps.follow([])
+    made = sgd(*front.parameters)
+    made.step()
+    assert front.said() == [("before", False), ("after", True)]
+    assert steps.held_parameters() == {id(parameter) for parameter in front.parameters}
+    other = sgd(front.parameters[1])
+    steps.know([other, other])
+    made.step()
+    assert front.said() == [("before", False)]
+    other.step()
+    assert front.said() == [("before", True), ("after", True)]
+    del made
+    gc.collect()
+    assert steps.held_parameters() == {id(front.parameters[1])}
+
+
+def test_optimizers_that_step_in_a_backward_end_their_step_with_the_next_forward(
+    front: Front, steps: OptimizerSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = sgd(*front.parameters)
+    steps.follow([made])
+    monkeypatch.setattr(torch_names, "in_backward", lambda: True)
+    made.step()
+    assert front.said() == [("before", False)] and steps.have_stepped_in_backward
+    monkeypatch.setattr(torch_names, "in_backward", lambda: False)
+    steps.before_forward()
+    assert front.said() == [("after", True)] and not steps.have_stepped_in_backward
+
+
+@pytest.mark.parametrize(
+    ("rates", "has_reduced", "waits", "counts"),
+    [
+        ([0.1], False, False, True),
+        ([0.0], False, False, False),
+        ([0.0], True, False, True),
+        ([0.0], True, True, False),
+        ([0.0, 0.1], False, False, True),
+        ([torch.tensor(0.0)], False, False, False),
+        ([torch.tensor(0.1)], False, False, True),
+        ([0.0, torch.tensor(0.0)], False, False, False),
+        ([None], False, False, True),
+        (["none"], False, False, True),
+    ],
+)
+def test_a_step_with_a_rate_of_zero_makes_states_and_does_not_count(
+    rates: list[Any],
+    has_reduced: bool,
+    waits: bool,
+    counts: bool,
+    front: Front,
+    steps: OptimizerSteps,
+) -> None:
+    made = sgd(*front.parameters)
+    steps.follow([made])
+    groups = [{"params": front.parameters, "lr": rate} for rate in rates]
+    if rates == ["none"]:
+        groups = [{"params": front.parameters}]  # an optimizer without learning rates
+    made.param_groups = groups
+    if has_reduced:
+        steps.after_reduction()
+    front.waiting = ["first"] if waits else []
+    optimizers._before(made)
+    optimizers._after(made)
+    assert front.said() == ([("before", False), ("after", True)] if counts else [])
+    # The zeros that such a step was made with are dropped alone, once.
+    ids = {id(parameter) for parameter in front.parameters}
+    made.zero_grad()
+    assert front.said() == ([("dropped", ids)] if counts else [])
+    made.zero_grad()
+    assert front.said() == [("dropped", ids)]
+
+
+@pytest.mark.parametrize("event", ["forward", "reduction", "step", "zero_grad"])
+def test_an_event_after_states_were_made_lets_zero_grad_drop_all(
+    event: str, front: Front, steps: OptimizerSteps
+) -> None:
+    made, other = sgd(*front.parameters, lr=0.0), sgd(nn.Parameter(torch.ones(1)))
+    steps.follow([made])
+    made.step()
+    if event == "forward":
+        steps.before_forward()
+    elif event == "reduction":
+        steps.after_reduction()
+    elif event == "step":
+        other.step()
+    else:
+        other.zero_grad()
+    assert front.said() == []
+    made.zero_grad()
+    assert [name for name, _ in front.said()] == ["dropped"]
+
+
+def test_an_optimizer_holds_a_model_if_any_of_its_parameters_is_one_of_it(
+    front: Front, steps: OptimizerSteps
+) -> None:
+    strange = nn.Parameter(torch.ones(1))
+    assert steps.holds_any(sgd(strange, front.parameters[1]))
+    assert not steps.holds_any(sgd(strange))
+    made = sgd(strange)
+    steps.follow([])
+    (group,) = made.param_groups
+    made.param_groups = [{**group, "params": []}, {**group, "params": front.parameters[:1]}]
+    made.step()
+    assert front.said() == [("before", False), ("after", True)]
+    made.param_groups = [{**group, "params": [strange]}]
+    made.step()
+    assert front.said() == []
+    front.parameters.append(strange)  # replaced since
+    made.step()
+    assert front.said() == [("before", False), ("after", True)]
+
+
+class OwnZeroGrad(SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def test_a_zero_grad_of_the_optimizers_own_drops_too_until_the_model_is_detached(
+    front: Front, steps: OptimizerSteps
+) -> None:
+    made = OwnZeroGrad(front.parameters, lr=0.1)
+    steps.follow([made])
+    ids = {id(parameter) for parameter in front.parameters}
+    made.zero_grad()
+    assert front.said() == [("dropped", ids)]
+    steps.stop()
+    made.zero_grad()
+    sgd(*front.parameters).step()
+    assert front.said() == [] and "zero_grad" not in vars(made)
+
+
+def test_models_that_are_gone_are_followed_no_more() -> None:
+    before = list(optimizers._following)
+    fronts = [Front() for _ in range(3)]
+    made: list[Any] = [OptimizerSteps(front) for front in fronts]
+    for each in made:
+        each.follow([])
+    assert [each() for each in optimizers._following[-3:]] == made
+    made[0].stop()
+    assert [each() for each in optimizers._following[-2:]] == made[1:]
+    del made[1], each
+    gc.collect()
+    last = made[-1]
+    sgd(*fronts[2].parameters).step()
+    assert fronts[2].said() == [("before", False), ("after", True)] and fronts[1].said() == []
+    later = OptimizerSteps(fronts[0])
+    later.follow([])
+    assert [each() for each in optimizers._following[-2:]] == [last, later]
+    last.stop()
+    later.stop()
+    assert {each() for each in optimizers._following} <= {each() for each in before}
+
+
+def test_hooks_of_torch_are_registered_once() -> None:
+    assert len(optimizers._registered) in (0, 2)
+    for _ in range(2):
+        optimizers._register()
+        assert len(optimizers._registered) == 2
+    assert Optimizer.zero_grad.__name__ == "zero_grad"
+
+
+# ---- gradients that are dropped ----
+
+
+class Owner:
+    """Has a method to wrap."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> str:
+        self.calls.append((args, kwargs))
+        return "result"
+
+
+def test_a_wrapped_zero_grad_tells_its_followers_around_the_call() -> None:
+    owner: Any = Owner()
+    calls: list[str] = []
+
+    class Steps:
+        def before_zero_grad(self, optimizer: Any) -> None:
+            assert optimizer is owner and owner.calls == []
+            calls.append("before")
+
+        def after_zero_grad(self) -> None:
+            assert len(owner.calls) == 1
+            calls.append("after")
+
+    steps: Any = Steps()
+    undo = drop_with_optimizer(owner, steps)
+    assert owner.zero_grad(1, set_to_none=False) == "result"
+    assert calls == ["before", "after"] and owner.calls == [((1,), {"set_to_none": False})]
+    undo()
+    assert "zero_grad" not in vars(owner)
+    owner.zero_grad()
+    undo()
+    assert calls == ["before", "after"]
+    # A follower that is gone is not called, and what follows it stays wrapped.
+    owner.calls.clear()
+    undo = drop_with_optimizer(owner, steps)
+    wrapped = owner.zero_grad
+    owner.zero_grad = lambda: wrapped()
+    of_user = owner.zero_grad
+    undo()
+    assert owner.zero_grad is of_user and of_user() == "result"
+    assert calls == ["before", "after"]
+    del owner.zero_grad
+    drop_with_optimizer(owner, steps)
+    del steps
+    gc.collect()
+    assert owner.zero_grad() == "result" and calls == ["before", "after"]
+
+
+def test_what_wraps_a_method_keeps_neither_side_alive() -> None:
+    module, kept = nn.Linear(1, 1), Mock()
+    (undo,) = drop_with_module(module, kept)
+    module.zero_grad()
+    kept.discard_gradients.assert_called_once_with({id(p) for p in module.parameters()})
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+    undo()
+
+
+# ---- gradients that are watched ----
+
+
+def watched(model: nn.Module, *, held: Collection[Tensor] = (), in_backward: bool = False) -> Any:
+    steps = Mock(have_stepped_in_backward=in_backward)
+    steps.held_parameters.return_value = {id(parameter) for parameter in held}
+    return WatchedGradients([], model, [], steps)
+
+
+def nan_in(parameter: Tensor) -> None:
+    parameter.grad = torch.full_like(parameter, torch.nan)
+
+
+def test_the_first_gradient_with_nan_is_found_with_its_origin() -> None:
+    model = nn.Linear(3, 2)
+    found = watched(model)
+    assert found.first_nonfinite() is None
+    model.weight.grad = torch.zeros(2, 3)
+    assert found.first_nonfinite() is None
+    nan_in(model.bias)
+    assert found.first_nonfinite() == Finding("bias", is_origin=False)
+    rows = Mock(finite_flags=lambda row: [row.isfinite().all()])
+    found.note("first", rows, torch.ones(2))
+    found.note("second", rows, torch.tensor([torch.inf]))
+    assert found.first_nonfinite() == Finding("second", is_origin=True)
+    found.note("second", rows, torch.tensor([torch.inf]))
+    model.bias.grad = None  # dropped since
+    assert found.first_nonfinite() is None
+    found.note("third", rows, torch.tensor([torch.inf]))
+    found.clear()
+    nan_in(model.bias)
+    assert found.first_nonfinite() == Finding("bias", is_origin=False)
+    stepped = watched(model, in_backward=True)
+    assert stepped.first_nonfinite() is None
+    stepped.note("first", rows, torch.tensor([torch.inf]))
+    assert stepped.first_nonfinite() == Finding("first", is_origin=True)
+
+
+def test_a_gradient_that_no_optimizer_uses_counts_once() -> None:
+    model = nn.Linear(3, 2)
+    found = watched(model, held=[model.weight])
+    nan_in(model.bias)
+    assert found.first_nonfinite() == Finding("bias", is_origin=False)
+    assert found.first_nonfinite() is None
+    nan_in(model.weight)
+    for _ in range(2):
+        assert found.first_nonfinite() == Finding("weight", is_origin=False)
+    model.weight.grad = None
+    nan_in(model.bias)  # another tensor
+    assert found.first_nonfinite() == Finding("bias", is_origin=False)
+    found.drop({id(model.bias)})
+    assert found.first_nonfinite() == Finding("bias", is_origin=False)
+    found.clear()  # an optimizer step does not drop it
+    assert found.first_nonfinite() is None
+
+
+def test_gradients_of_a_vote_are_noted_until_they_are_dropped() -> None:
+    model = nn.Linear(3, 2)
+    found = watched(model, held=[model.weight])
+    assert found.found is False and not found.are_noted and not found.are_dropped
+    nan_in(model.bias)
+    found.note_found()  # no optimizer uses it
+    assert not found.are_noted and not found.are_dropped
+    nan_in(model.weight)
+    found.note_found()
+    assert found.are_noted and not found.are_dropped
+    model.weight.grad.add_(1)
+    assert found.are_noted
+    model.weight.grad = torch.zeros(2, 3)
+    assert not found.are_noted and found.are_dropped
+    found.note_found()
+    found.drop({id(model.bias)})
+    assert found.are_noted
+    found.drop({id(model.weight)})
+    assert not found.are_noted and not found.are_dropped
+    found.note_found()
+    found.found = True
+    found.drop(None)
+    assert found.found is False and not found.are_noted and not found.are_dropped
+    for parameter in model.parameters():
+        nan_in(parameter)
+    without_optimizer = watched(model)
+    without_optimizer.note_found()
+    model.weight.grad = None
+    assert without_optimizer.are_noted
+    gone = watched(model)
+    del model, parameter
+    gc.collect()
+    assert list(gone._parameters()) == [] and gone.first_nonfinite() is None
+
+
+def test_sparse_and_empty_gradients_are_looked_at() -> None:
+    values = {"a": torch.zeros(2, 2), "b": torch.zeros(0), "c": torch.zeros(2), "d": torch.ones(1)}
+    named = [(name, nn.Parameter(value)) for name, value in values.items()]
+    assert watched_gradients._nonfinite(named) == []
+    for _, parameter in named[1:]:
+        parameter.grad = torch.zeros_like(parameter)
+    assert watched_gradients._nonfinite(named) == []
+    assert named[2][1].grad is not None
+    named[2][1].grad[1] = -torch.inf
+    indices = torch.tensor([[1], [0]])
+    named[0][1].grad = torch.sparse_coo_tensor(
+        indices, torch.tensor([torch.nan]), (2, 2), check_invariants=True
+    )
+    found = watched_gradients._nonfinite(named)
+    assert [name for name, _ in found] == ["a", "c"]
+    assert found[0][1] is named[0][1]

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_quant import fsdp2
 from ds_quant.config.errors import AttachError, ConfigError
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
-from ds_quant.fsdp2 import attaching, gradients, sharded_module
+from ds_quant.fsdp2 import attaching, gradients, sharded_module, torch_names
 from ds_quant.fsdp2.attaching import front_of
-from ds_quant.fsdp2.meshes import Mesh, Meshes
+from ds_quant.fsdp2.meshes import Mesh, Meshes, mesh_of_group, meshes_of
 from ds_quant.runtime import log
 from ds_quant.runtime.inactive import InactiveFront
 from ds_quant.runtime.memory_check import Free
@@ -270,6 +271,9 @@ def test_a_second_call_returns_the_front_or_names_the_difference() -> None:
 def test_resync_reaches_the_front_of_a_model() -> None:
     model = sharded()
     attaching.resync(model)  # nothing is attached
+    model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = Mock(front="of the user")
+    assert front_of(model) is None
+    model = sharded()
     front = attached(model, "eden4")
     front.resync = Mock()
     attaching.resync(nn.Sequential(model))
@@ -1364,3 +1368,222 @@ def test_gradients_count_as_reduced_until_all_trained_ones_are_dropped() -> None
     assert steps.has_reduced
     front.discard_gradients()
     assert not steps.has_reduced
+
+
+# ---- meshes ----
+
+
+def of_first(ranks: Any, **options: Any) -> Any:
+    """Return FSDP2's record of a layer that is sharded over a mesh."""
+    return sharded(ranks, **options).first._get_fsdp_state()._fsdp_param_groups[0]
+
+
+def ranks_in(process_group: Any) -> list[int]:
+    return dist.get_process_group_ranks(process_group)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "in_order", "shards", "shard_group", "replica_group"),
+    [
+        ((0, 1, 2, 3), (0, 1, 2, 3), 4, [0, 1, 2, 3], None),
+        ((0, 2), (0, 2), 2, [0, 2], None),
+        ((0,), (0,), 1, [0], None),
+        (((0, 1), (2, 3)), (0, 1, 2, 3), 2, [0, 1], [0, 2]),
+        (((0, 2), (1, 3)), (0, 2, 1, 3), 2, [0, 2], [0, 1]),
+        (((0, 1, 2, 3),), (0, 1, 2, 3), 4, [0, 1, 2, 3], None),
+        (((0,), (1,), (2,), (3,)), (0, 1, 2, 3), 1, [0], [0, 1, 2, 3]),
+    ],
+)
+def test_a_mesh_has_the_ranks_of_its_replicas_and_shards(
+    ranks: Any, in_order: Any, shards: int, shard_group: list[int], replica_group: Any
+) -> None:
+    found = mesh_of_group(of_first(ranks))
+    assert found.key == (in_order, shards) == (found.ranks, found.shards)
+    assert found.replicas == len(in_order) // shards and found.device == CPU
+    assert ranks_in(found.shard_group) == shard_group
+    assert (found.replica_group and ranks_in(found.replica_group)) == replica_group
+    assert found.is_replicated == (shards == 1 and len(in_order) > 1)
+    assert found.has_node_replicas == (shards > 1 and len(in_order) > shards)
+    groups = [shard_group] if replica_group is None else [shard_group, replica_group]
+    assert [ranks_in(each) for each in found.process_groups] == groups
+
+
+def test_a_mesh_of_replicate_has_replicas_of_one_rank() -> None:
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    model: Any = Net()
+    replicate(model, mesh=DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("replica",)))
+    (found,) = [mesh_of_group(of_model) for _, _, of_model in sharded_module.groups_of(model)]
+    assert found.key == ((0, 1, 2, 3), 1) and found.is_replicated and found.shard_group is None
+    assert [ranks_in(each) for each in found.process_groups] == [[0, 1, 2, 3]]
+
+
+def test_the_ranks_of_a_model_are_those_of_its_largest_mesh() -> None:
+    pairs, all_ranks = of_first((0, 1)), of_first((0, 1, 2, 3))
+    found = meshes_of([("a", pairs), ("b", all_ranks), ("c", of_first((0, 1)))])
+    assert found is not None
+    assert [each.ranks for each in found.each] == [(0, 1), (0, 1, 2, 3)]
+    assert found.ranks == (0, 1, 2, 3) and found.device == CPU and found.replicas == 1
+    assert [ranks_in(each) for each in found.process_groups] == [[0, 1, 2, 3]]
+    assert not found.has_one and not found.is_part
+    replicas = meshes_of([("", of_first(((0, 1), (2, 3))))])
+    assert replicas is not None and replicas.has_one and replicas.replicas == 2
+    half = meshes_of([("", pairs)])
+    assert half is not None and half.has_one and half.is_part
+    # Modules on one rank count only where all are.
+    alone = of_first((0,))
+    both = meshes_of([("a", alone), ("b", pairs)])
+    assert both is not None and [each.ranks for each in both.each] == [(0, 1)]
+    only = meshes_of([("a", alone), ("b", of_first((0,)))])
+    assert only is not None and [each.ranks for each in only.each] == [(0,)]
+    assert meshes_of([]) is None
+
+
+def test_tensor_parallelism_makes_the_ranks_of_a_model_more_than_a_mesh() -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "tp"))
+    model = nn.Linear(8, 8)
+    parallelize_module(model, mesh["tp"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["fsdp"])
+    found = meshes_of((name, each) for name, _, each in sharded_module.groups_of(model))
+    assert found is not None
+    assert [each.ranks for each in found.each] == [(0, 2)] and found.ranks == (0, 1, 2, 3)
+    assert not found.has_one
+    groups = [ranks_in(each) for each in found.process_groups]
+    assert sorted(groups) == [[0, 1], [0, 2]]
+
+
+def test_meshes_that_no_other_one_joins_are_named() -> None:
+    with pytest.raises(AttachError) as refused:
+        meshes_of([("a", of_first((0, 1, 2))), ("b", of_first((0, 3)))])
+    assert str(refused.value) == (
+        "quantized_comm: module b has a mesh of ranks [0, 3], and another module one of ranks "
+        "[0, 1, 2]: give both a mesh of one init_device_mesh that holds all these ranks"
+    )
+
+
+def test_all_ranks_of_a_model_take_the_least_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def all_reduce(votes: Tensor, *, op: Any, group: Any) -> None:
+        asked.append((op, group, votes.tolist()))
+        votes.copy_(torch.minimum(votes, torch.tensor([3, 9])))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    rows: Any = ["rows", "columns"]
+    found = Meshes(each=[mesh([0, 1], 2)], ranks=(0, 1, 2, 3), process_groups=rows)
+    assert found.least([5, 4]) == [3, 4]
+    least = dist.ReduceOp.MIN
+    assert asked == [(least, "rows", [5, 4]), (least, "columns", [3, 4])]
+
+
+def test_a_run_has_a_level_for_every_mesh_and_votes_with_all_ranks() -> None:
+    model = Net()
+    fully_shard(model.first, mesh=DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("r", "s")))
+    fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
+    front = attached(model)
+    root, first = front.run.levels
+    assert [served.sharded.level for served in front.served] == [root, first]
+    assert (root.replicas, root.num_shards, first.replicas, first.num_shards) == (1, 4, 2, 2)
+    assert root.routes.stage == first.routes.stage == 3
+    assert not root.routes.replicas and first.routes.replicas
+    assert front.run.votes.ranks == (0, 1, 2, 3) or list(front.run.votes.ranks) == [0, 1, 2, 3]
+    names = ["head.weight", "head.bias", "first.weight", "first.bias"]
+    assert [param.name for param in front.run.params] == names
+    replicated = attached(sharded([[0], [1], [2], [3]]), node_size=1)
+    (level,) = replicated.run.levels
+    assert level.routes.stage == 0 and not level.routes.replicas
+    assert (level.replicas, level.num_shards) == (4, 1)
+    assert replicated.served[0].sharded.is_replicated
+
+
+def test_modules_on_one_rank_are_noticed() -> None:
+    model = Net()
+    fully_shard(model.first, mesh=DeviceMesh("cpu", [0]))
+    fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
+    front = attached(model)
+    assert (
+        "1 module(s), such as first, have a mesh of one rank: nothing of them is sent"
+        in front.run.notices
+    )
+    assert [served.sharded.title for served in front.served] == ["the root"]
+
+
+# ---- names of torch ----
+
+
+def test_modules_of_fsdp2_export_what_they_list() -> None:
+    found: dict[str, Any] = {}
+    exec("from ds_quant.fsdp2 import *", found)
+    assert found.keys() - {"__builtins__"} == {"attach"}
+    exec("from ds_quant.fsdp2.torch_names import *", found)
+    assert {"AllGather", "ReduceScatter", "FsdpParam", "ParamGroup", "in_forward"} <= found.keys()
+
+
+def test_a_release_of_torch_with_one_group_of_parameters_is_read() -> None:
+    def module(**state: Any) -> Any:
+        return Mock(_get_fsdp_state=lambda: Mock(spec=list(state), **state))
+
+    assert torch_names.param_groups(module(_fsdp_param_groups=["a", "b"])) == ["a", "b"]
+    assert torch_names.param_groups(module(_fsdp_param_group="a")) == ["a"]
+    assert torch_names.param_groups(module(_fsdp_param_group=None)) == []
+    assert torch_names.reduces_unused(Mock(spec=[])) is False
+
+
+def test_weights_are_gathered_again_for_the_backward_where_fsdp2_drops_them() -> None:
+    def again(*, outermost: bool = True, run: bool = False, **options: Any) -> bool:
+        model = sharded(**options)
+        if run:
+            model(torch.ones(2, 64))
+        (_, module, of_module), *_ = sharded_module.groups_of(model)
+        return torch_names.is_gathered_again(module, of_module, is_outermost=outermost)
+
+    assert not again() and not again(run=True)  # a root keeps its weights
+    assert again(outermost=False)
+    assert again(reshard_after_forward=True) and again(reshard_after_forward=True, run=True)
+    assert not again(reshard_after_forward=False)
+    assert not again(outermost=False, reshard_after_forward=False)
+    assert not again(reshard_after_forward=2)
+    sizes = [
+        torch_names.ranks_of_backward(of_first((0, 1, 2, 3), reshard_after_forward=value))
+        for value in (True, False, 2)
+    ]
+    assert sizes == [None, None, 2]
+
+
+def test_calls_before_forwards_run_once_per_forward_until_they_are_undone() -> None:
+    model = sharded()
+    states = [module._get_fsdp_state() for module in (model, model.first)]
+    call = Mock()
+    undo = [torch_names.before_forwards(module, call) for module in (model, model.first)]
+    seen: list[bool] = []
+    model.first.register_forward_hook(lambda *_: seen.append(torch_names.in_forward(model)))
+    assert not torch_names.in_forward(model) and not torch_names.in_backward()
+    model(torch.ones(2, 64))
+    assert call.call_count == 1 and seen == [True] and not torch_names.in_forward(model)
+    model.first(torch.ones(2, 64))
+    assert call.call_count == 2
+    in_backward: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: in_backward.append(torch_names.in_backward()))
+    x.sum().backward()
+    assert in_backward == [True] and not torch_names.in_backward()
+    for each in (*undo, *undo):
+        each()
+    assert not any("_root_pre_forward" in vars(state) for state in states)
+    model(torch.ones(2, 64))
+    assert call.call_count == 2
+
+
+def test_the_record_of_a_mesh_without_replicas_keeps_its_shards() -> None:
+    of_replicas = of_first(((0, 1), (2, 3))).mesh_info
+    found = torch_names.without_replicas(of_replicas)
+    assert torch_names.replicas_of(of_replicas) is not None
+    assert torch_names.replicas_of(found) is None and found.replicate_mesh_dim is None
+    assert torch_names.shard_group(found) is torch_names.shard_group(of_replicas)
+    assert found.mesh is of_replicas.mesh and found.shard_mesh_dim == of_replicas.shard_mesh_dim
+    shards = of_first((0, 1, 2, 3))
+    assert torch_names.uses_torch_collectives(shards)
+    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+        kept = getattr(shards, name)
+        setattr(shards, name, Mock())
+        assert not torch_names.uses_torch_collectives(shards)
+        setattr(shards, name, kept)

@@ -656,6 +656,38 @@ def test_nan_in_a_gradient_is_found_until_it_is_dropped(lines: list[str]) -> Non
     assert front.step == 1 and front.run.state.nonfinite_steps == 1
 
 
+def test_an_optimizer_step_votes_on_nan_unless_it_was_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stepped(event: str, on_nonfinite: str = "full_precision") -> Any:
+        model = sharded()
+        optimizer = sgd(model)
+        block = {**NODES, "scheme": "qsdp", "fallback": {"on_nonfinite": on_nonfinite}}
+        front: Any = fsdp2.attach(model, block, optimizer=optimizer)
+        give_gradients(model)
+        model.first.bias.grad.to_local()[3] = torch.nan
+        if event == "asked before":
+            assert front.found_nonfinite()
+            front._after_reduction()  # to the same gradients others were added
+        if event == "in backward":
+            front.run.finite_flags.append(("first", torch.tensor(False)))  # of its reduction
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_names, "in_backward", lambda: event == "in backward")
+            optimizer.step()
+        if event == "in backward":
+            assert front.step == front.run.state.nonfinite_steps == 0
+            front._optimizers.before_forward()
+        return front
+
+    for event in ("alone", "asked before", "in backward"):
+        front = stepped(event)
+        assert front.step == front.run.state.nonfinite_steps == 1, event
+        assert front.run.traffic.is_exact
+        assert not front.context.watched.are_noted and not front.context.watched.found
+    with pytest.raises(FloatingPointError, match="first.bias"):
+        stepped("alone", "raise")
+
+
 def test_a_checkpoint_has_steps_and_levels_and_loads_them() -> None:
     weights = {"bits": 2, "rounding": "nearest", "levels": "learned", "level_steps": [1]}
     model = sharded()

@@ -1619,3 +1619,81 @@ def test_the_record_of_a_mesh_without_replicas_keeps_its_shards() -> None:
         setattr(shards, name, Mock())
         assert not torch_names.uses_torch_collectives(shards)
         setattr(shards, name, kept)
+
+
+# ---- records of parameters ----
+
+
+def test_parameters_have_a_record_while_sharded_gathered_or_replaced() -> None:
+    """Modules come in their order, the root first; numbers are those of ``named_parameters``."""
+    expected = [
+        (2, "head.weight", (64, 64), True, False),
+        (3, "head.bias", (64,), True, False),
+        (0, "first.weight", (64, 64), False, True),
+        (1, "first.bias", (64,), True, True),
+    ]
+    for state in ("sharded", "gathered", "replaced"):
+        model = sharded()
+        model.first.W_q = None  # as a layer of packed bits of HQQ has
+        if state == "gathered":
+            model(torch.ones(2, 64))  # the root stays gathered
+            model.first.unshard()
+        if state == "replaced":
+            for name, held in list(model.first.named_parameters()):
+                setattr(model.first, name, nn.Parameter(held.detach() * 0.5))
+        record, _ = model.first._get_fsdp_state()._fsdp_param_groups[0].fsdp_params
+        record.sharded_param.requires_grad_(False)
+        if state == "replaced":
+            model.first.weight.requires_grad_(False)
+        front: Any = fsdp2.attach(model, {**NODES, "scheme": "qsdp"}, optimizer=[])
+        params = front.run.params
+        found = [(p.index, p.name, p.shape, p.trained, p.packed) for p in params]
+        assert found == expected, state
+        members = [member for served in front.served for member in served.sharded.members]
+        assert all(
+            param.tensor is member.sharded_param
+            for param, member in zip(params, members, strict=True)
+        )
+        outermost = [served.sharded.is_outermost for served in front.served]
+        assert outermost == [True, False]
+    unwrapped = Net()
+    for layer in unwrapped.children():
+        fully_shard(layer, mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
+    front = attached(unwrapped)
+    assert [served.sharded.is_outermost for served in front.served] == [True, True]
+    assert [served.sharded.title for served in front.served] == ["first", "head"]
+
+
+def test_modules_that_share_a_call_of_fully_shard_or_a_parameter_are_listed_once() -> None:
+    model = Net()
+    mesh_of_all = DeviceMesh("cpu", [0, 1, 2, 3])
+    fully_shard([model.first, model.head], mesh=mesh_of_all)  # type: ignore[arg-type]
+    front = attached(fully_shard(model, mesh=mesh_of_all))
+    (served,) = front.served
+    assert served.sharded.title == "first"
+    names = [param.name for param in served.sharded.params]
+    assert names == ["first.weight", "first.bias", "head.weight", "head.bias"]
+    tied = Net()
+    tied.head.weight = tied.first.weight
+    front = attached(fully_shard(tied, mesh=mesh_of_all))
+    names = [param.name for param in front.run.params]
+    assert names == ["first.weight", "first.bias", "head.bias"]
+    assert [param.index for param in front.run.params] == [0, 1, 2]
+
+
+def test_levels_are_learned_from_shards_without_padding_as_they_are_sent() -> None:
+    model = uneven(range(4))
+    front = attached(model)
+    (served,) = front.served
+    level = Mock(shards=Mock(rank=3, flat="ranks"), routes=Mock(sends_weights=True))
+    replicas = replace(served.sharded, level=Mock(routes=Mock(sends_weights=False)))
+    stock = replace(served.sharded, fsdp_gathers="float64")
+    sent = replace(served.sharded, level=level, dtypes=(BF, BF))
+    front._modules = [replicas, stock, sent]
+    found = list(front._own_values())
+    assert [(param.name, values.shape, values.dtype, ranks) for param, values, ranks in found] == [
+        ("weight", (15 * 64,), BF, "ranks"),
+        ("bias", (15,), BF, "ranks"),
+    ]
+    held = model.weight.to_local().flatten()[: 15 * 64]
+    assert torch.equal(found[0][1], held.to(BF))

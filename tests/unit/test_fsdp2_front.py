@@ -271,7 +271,7 @@ def test_a_second_call_returns_the_front_or_names_the_difference() -> None:
 def test_resync_reaches_the_front_of_a_model() -> None:
     model = sharded()
     attaching.resync(model)  # nothing is attached
-    model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = Mock(front="of the user")
+    torch_names.param_groups(model)[0]._all_gather_comm = Mock(front="of the user")
     assert front_of(model) is None
     model = sharded()
     front = attached(model, "eden4")
@@ -688,6 +688,18 @@ def test_an_optimizer_step_votes_on_nan_unless_it_was_noted(
         stepped("alone", "raise")
 
 
+def test_reduced_gradients_are_watched_under_the_titles_of_their_modules() -> None:
+    for ranks in ((0, 1, 2, 3), ((0, 1), (2, 3))):
+        model = sharded(ranks)
+        front = attached(model, fallback={"on_nonfinite": "full_precision"})
+        backward(model, last=False)
+        assert front.run.finite_flags == []
+        backward(model)
+        assert sorted(name for name, _ in front.run.finite_flags) == ["first", "the root"]
+        front.discard_gradients()
+        assert front.run.finite_flags == []
+
+
 def test_a_checkpoint_has_steps_and_levels_and_loads_them() -> None:
     weights = {"bits": 2, "rounding": "nearest", "levels": "learned", "level_steps": [1]}
     model = sharded()
@@ -937,7 +949,7 @@ def test_lengths_of_shards_leave_padding_out(
 def test_settings_of_fully_shard_that_are_refused_are_named() -> None:
     def error(change: Any, *, root: bool = False) -> str:
         model = sharded()
-        change((model if root else model.first)._get_fsdp_state()._fsdp_param_groups[0])
+        change(torch_names.param_groups(model if root else model.first)[0])
         with pytest.raises(AttachError) as refused:
             attached(model)
         return str(refused.value)
@@ -1006,7 +1018,6 @@ def reduction_of(front: Any, index: int = 1) -> Any:
 def test_sums_are_divided_once(ranks: Any, factor: float | None, op: Any, scale: float) -> None:
     model = sharded(ranks)
     reduction = reduction_of(attached(model))
-    model.first.set_gradient_divide_factor(1.0)
     reduction._sharded.group.gradient_divide_factor = factor
     assert reduction._scale(op) == scale
 
@@ -1107,17 +1118,17 @@ def test_every_rank_sums_its_shard_of_every_gradient() -> None:
     row = 17 * 64 + 17
     for node_size, is_plain in ((4, True), (2, False)):
         found = segments_of(reduction_of(attached(uneven(range(4)), node_size=node_size), 0))
-        places = [("gradient", "start", "numel", "first", "reducer", "total", "slot")]
+        names = ("gradient", "start", "numel", "first", "reducer", "total")
         expected = [
             (0, rank * row, (15 if rank == 3 else 17) * 64, rank * 17 * 64, rank, 0)
             for rank in range(4)
         ]
-        assert [tuple(each[name] for name in places[0][:6]) for each in found[:4]] == expected
+        assert [tuple(each[name] for name in names) for each in found[:4]] == expected
         expected = [
             (1, rank * row + 17 * 64, 15 if rank == 3 else 17, rank * 17, rank, 17 * 64)
             for rank in range(4)
         ]
-        assert [tuple(each[name] for name in places[0][:6]) for each in found[4:]] == expected
+        assert [tuple(each[name] for name in names) for each in found[4:]] == expected
         assert {each["tensor"] for each in found} == {0}
         assert [each["slot"] for each in found[:4]] == [17 * 64 if is_plain else 0] * 4
         assert [each["slot"] for each in found[4:]] == [17] * 4
@@ -1151,7 +1162,7 @@ def test_with_replicas_nodes_sum_halves_of_every_shard() -> None:
 
 def test_detach_gives_fsdp2_its_collectives_and_meshes_back() -> None:
     model = sharded([[0, 1], [2, 3]])
-    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, model.first)]
+    groups = [torch_names.param_groups(module)[0] for module in (model, model.first)]
 
     def records() -> list[Any]:
         names = ("_all_gather_comm", "_reduce_scatter_comm", "mesh_info", "post_forward_mesh_info")
@@ -1190,7 +1201,7 @@ def test_backwards_cross_between_nodes_unless_another_one_is_declared() -> None:
 def test_gradients_of_a_dtype_without_codec_are_reduced_by_fsdp2_and_counted() -> None:
     model = nn.Linear(8, 8, dtype=torch.float64)
     fully_shard(model, mesh=DeviceMesh("cpu", [0, 1, 2, 3]))
-    of_torch: Any = model._get_fsdp_state()._fsdp_param_groups[0]  # type: ignore[operator]
+    ((_, _, of_torch),) = sharded_module.groups_of(model)
     own = Mock(return_value="work")
     front = attached(model)
     reduction = reduction_of(front, 0)
@@ -1336,6 +1347,7 @@ def test_sums_of_dropped_gradients_leave_the_others() -> None:
     model.first.weight.grad = None
     front.discard_gradients({id(model.first.weight), id(model.head.weight)})
     sums.drop.assert_called_once_with([0])
+    assert reduction._reductions == 1
     assert sums.members_without_gradient() == [0] and sums.versions[0] == -1
     assert not sums.was_written()
     model.first.bias.grad.add_(0)
@@ -1350,6 +1362,8 @@ def test_sums_of_dropped_gradients_leave_the_others() -> None:
     held = front.context.partial_sums.nbytes
     assert reduction.holds_partial_sums is False and reduction._partial_sums == {}
     assert front.context.partial_sums.nbytes == held - sums.values.nbytes
+    front.discard_gradients({id(parameter) for parameter in model.first.parameters()})
+    assert (reduction_of(front, 0)._reductions, reduction._reductions) == (1, 0)
 
 
 # ---- the end of a front ----
@@ -1407,7 +1421,7 @@ def test_gradients_count_as_reduced_until_all_trained_ones_are_dropped() -> None
 
 def of_first(ranks: Any, **options: Any) -> Any:
     """Return FSDP2's record of a layer that is sharded over a mesh."""
-    return sharded(ranks, **options).first._get_fsdp_state()._fsdp_param_groups[0]
+    return torch_names.param_groups(sharded(ranks, **options).first)[0]
 
 
 def ranks_in(process_group: Any) -> list[int]:
@@ -1517,7 +1531,7 @@ def test_a_run_has_a_level_for_every_mesh_and_votes_with_all_ranks() -> None:
     assert (root.replicas, root.num_shards, first.replicas, first.num_shards) == (1, 4, 2, 2)
     assert root.routes.stage == first.routes.stage == 3
     assert not root.routes.replicas and first.routes.replicas
-    assert front.run.votes.ranks == (0, 1, 2, 3) or list(front.run.votes.ranks) == [0, 1, 2, 3]
+    assert list(front.run.votes.ranks) == [0, 1, 2, 3]
     names = ["head.weight", "head.bias", "first.weight", "first.bias"]
     assert [param.name for param in front.run.params] == names
     replicated = attached(sharded([[0], [1], [2], [3]]), node_size=1)
@@ -1641,7 +1655,7 @@ def test_parameters_have_a_record_while_sharded_gathered_or_replaced() -> None:
         if state == "replaced":
             for name, held in list(model.first.named_parameters()):
                 setattr(model.first, name, nn.Parameter(held.detach() * 0.5))
-        record, _ = model.first._get_fsdp_state()._fsdp_param_groups[0].fsdp_params
+        record, _ = torch_names.param_groups(model.first)[0].fsdp_params
         record.sharded_param.requires_grad_(False)
         if state == "replaced":
             model.first.weight.requires_grad_(False)

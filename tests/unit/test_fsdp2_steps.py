@@ -154,8 +154,10 @@ class Front:
         self.parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
         self.events: list[Any] = []
         self.waiting: list[str] = []
+        self.looked_up = 0
 
     def parameter_ids(self) -> Iterable[int]:
+        self.looked_up += 1
         return map(id, self.parameters)
 
     def before_step(self, *, has_moved: bool) -> None:
@@ -334,6 +336,22 @@ def test_an_optimizer_holds_a_model_if_any_of_its_parameters_is_one_of_it(
     front.parameters.append(strange)  # replaced since
     made.step()
     assert front.said() == [("before", False), ("after", True)]
+
+
+def test_the_parameters_of_a_model_are_looked_up_once_while_they_stay(
+    front: Front, steps: OptimizerSteps
+) -> None:
+    """A model has thousands, and every step of every optimizer asks."""
+    made = sgd(*front.parameters)
+    (group,) = made.param_groups
+    made.param_groups = [{**group, "params": []}, group]
+    steps.follow([made])
+    for _ in range(3):
+        made.step()
+    assert front.looked_up == 1 and len(front.said()) == 6
+    sgd(nn.Parameter(torch.ones(1))).step()  # perhaps a new parameter of this model
+    assert front.looked_up == 3 and front.said() == []
+    assert not steps.holds_any(sgd(nn.Parameter(torch.ones(1)))) and front.looked_up == 4
 
 
 class OwnZeroGrad(SGD):

@@ -1262,6 +1262,12 @@ def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -
     reduction = reduction_of(front)
     weight, bias = reduction._sharded.members
     backward(model, last=False)
+    weight.unsharded_accumulated_grad = torch.ones(64, 64, dtype=BF)
+    reduction._give_zero_gradients()  # in the dtype of the others
+    zeros = bias.unsharded_accumulated_grad
+    assert zeros.dtype == BF and zeros.tolist() == [0.0] * 64 and not zeros.requires_grad
+    assert weight.unsharded_accumulated_grad.unique().tolist() == [1.0]
+    weight.unsharded_accumulated_grad = bias.unsharded_accumulated_grad = None
     model.first.bias.requires_grad_(False)
     seen: list[Any] = []
     plan = reduction._plan

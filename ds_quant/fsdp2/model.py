@@ -396,12 +396,9 @@ class AttachedModel:
         """Return True if no trained parameter is missing from ``parameters``."""
         if parameters is None:
             return True
-        for sharded, _, _ in self.served:
-            for member in sharded.members:
-                parameter = member.sharded_param
-                if parameter.requires_grad and id(parameter) not in parameters:
-                    return False
-        return True
+        members = [member for sharded, _, _ in self.served for member in sharded.members]
+        trained = {id(m.sharded_param) for m in members if m.sharded_param.requires_grad}
+        return trained <= set(parameters)
 
     def _own_values(self) -> Iterator[tuple[Param, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard as it is sent, and the ranks that share it."""
@@ -424,20 +421,19 @@ class AttachedModel:
         waiting = self.waiting_modules()
         if not waiting:
             return
-        reason = (
-            f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as {waiting[0]}, "
-            "have not been reduced over all ranks"
+        way_out = (
+            ": call model.set_is_last_backward(True), and set_requires_all_reduce(True) if you "
+            "have called it, before the last backward of a step; or drop the gradients with "
+            f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'
         )
         if any(torch_names.has_ended_early(sharded.module) for sharded, _, _ in self.served):
-            raise RuntimeError(
-                f"{reason}, because an error has ended a backward: call model.reset_iter_state() "
-                "where you catch the error (torch 2.13 or newer), and begin the step again"
+            way_out = (
+                ", because an error has ended a backward: call model.reset_iter_state() (torch "
+                "2.13) where you catch the error, and begin the step again"
             )
         raise RuntimeError(
-            f"{reason}: call "
-            "model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
-            "called it, before the last backward of a step; or drop the gradients with "
-            f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'
+            f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as {waiting[0]}, "
+            f"have not been reduced over all ranks{way_out}"
         )
 
     def _require_unwritten_gradients(self) -> None:

@@ -641,6 +641,7 @@ def test_a_step_after_an_error_in_a_backward_names_the_way_out() -> None:
             run.backward(3)
             with pytest.raises(RuntimeError, match=ENDED_BACKWARD):
                 run.optimizer.step()
+            del run.losses[-2:]
         run.model.reset_iter_state()
         run.optimizer.zero_grad()
         run.backward(4, last=False)
@@ -652,8 +653,8 @@ def test_a_step_after_an_error_in_a_backward_names_the_way_out() -> None:
 
 
 ENDED_BACKWARD = (
-    r"the optimizer steps while gradients of 4 module\(s\), such as .*, have not been reduced over "
-    r"all ranks, because an error has ended a backward: call model\.reset_iter_state\(\) where "
+    r"the optimizer steps while gradients of 1 module\(s\), such as second, have not been reduced "
+    r"over all ranks, because an error has ended a backward: call model\.reset_iter_state\(\) "
 )
 
 

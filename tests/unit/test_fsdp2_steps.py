@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ds_quant.fsdp2 import forwards, optimizers, torch_names, watched_gradients
-from ds_quant.fsdp2.dropped_gradients import drop_with_module, drop_with_optimizer
+from ds_quant.fsdp2.dropped_gradients import drop_with_module
 from ds_quant.fsdp2.forwards import Forwards, StepsVote
 from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.watched_gradients import WatchedGradients
@@ -355,24 +355,86 @@ def test_the_parameters_of_a_model_are_looked_up_once_while_they_stay(
 
 
 class OwnZeroGrad(SGD):
+    """Drops gradients in its own way."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
 
-def test_a_zero_grad_of_the_optimizers_own_drops_too_until_the_model_is_detached(
-    front: Front, steps: OptimizerSteps
+class ThenSuper(OwnZeroGrad):
+    """Calls the ``zero_grad`` of its base class."""
+
+    def zero_grad(self, set_to_none: bool = True) -> Any:
+        super().zero_grad(set_to_none)
+        return "dropped"
+
+
+class Drops:
+    """Is mixed in."""
+
+    def zero_grad(self, set_to_none: bool = True) -> Any:
+        OwnZeroGrad.zero_grad(self, set_to_none)  # type: ignore[arg-type]
+
+
+def _class_made_now() -> type[Optimizer]:
+    class MadeNow(SGD):
+        def __init_subclass__(cls, color: str = "", **keywords: Any) -> None:
+            super().__init_subclass__(**keywords)
+            cls.color = color
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            pass
+
+    class Subclass(MadeNow, color="red"):
+        pass
+
+    assert Subclass.color == "red" and Subclass.zero_grad is MadeNow.zero_grad
+    return Subclass
+
+
+@pytest.mark.parametrize(
+    ("class_of", "drops"),
+    [
+        (lambda: SGD, 1),
+        (lambda: OwnZeroGrad, 1),
+        (lambda: ThenSuper, 2),
+        (lambda: type("Inherits", (ThenSuper,), {}), 2),
+        (lambda: type("Mixed", (Drops, SGD), {}), 2),
+        (_class_made_now, 1),
+    ],
+)
+def test_a_zero_grad_of_any_class_drops_until_the_model_is_detached(
+    class_of: Callable[[], type[Any]], drops: int, front: Front, steps: OptimizerSteps
 ) -> None:
-    made = OwnZeroGrad(front.parameters, lr=0.1)
-    steps.follow([made])
+    """drops: how often, where a ``zero_grad`` calls another one. No optimizer has stepped."""
+    steps.follow([])
+    made = class_of()(front.parameters, lr=0.1)
     ids = {id(parameter) for parameter in front.parameters}
-    made.zero_grad()
-    assert front.said() == [("dropped", ids)]
+    returned = made.zero_grad()
+    assert front.said() == [("dropped", ids)] * drops
+    assert returned == ("dropped" if isinstance(made, ThenSuper) else None)
+    class_of()([nn.Parameter(torch.ones(1))], lr=0.1).zero_grad(set_to_none=False)
+    assert front.said() == [], "of another model"
     steps.stop()
     made.zero_grad()
-    sgd(*front.parameters).step()
-    assert front.said() == [] and "zero_grad" not in vars(made)
+    assert front.said() == []
+
+
+def test_gradients_that_wait_stay_in_the_zero_grad_after_states_were_made(
+    front: Front, steps: OptimizerSteps
+) -> None:
+    """torch makes gradients of zeros, steps with a rate of 0, and drops them."""
+    made = ThenSuper(front.parameters, lr=0.0)
+    steps.follow([made])
+    front.waiting = ["a module"]
+    steps.has_reduced = True
+    made.step()
+    made.zero_grad()
+    assert front.said() == []
+    made.zero_grad()
+    assert len(front.said()) == 2
 
 
 def test_models_that_are_gone_are_followed_no_more() -> None:
@@ -408,53 +470,50 @@ def test_hooks_of_torch_are_registered_once() -> None:
 # ---- gradients that are dropped ----
 
 
-class Owner:
-    """Has a method to wrap."""
+class Layer(nn.Module):
+    """Notes how it drops its gradients."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
         self.calls: list[Any] = []
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> str:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         self.calls.append((args, kwargs))
         return "result"
 
 
-def test_a_wrapped_zero_grad_tells_its_followers_around_the_call() -> None:
-    owner: Any = Owner()
-    calls: list[str] = []
-
-    class Steps:
-        def before_zero_grad(self, optimizer: Any) -> None:
-            assert optimizer is owner and owner.calls == []
-            calls.append("before")
-
-        def after_zero_grad(self) -> None:
-            assert len(owner.calls) == 1
-            calls.append("after")
-
-    steps: Any = Steps()
-    undo = drop_with_optimizer(owner, steps)
-    assert owner.zero_grad(1, set_to_none=False) == "result"
-    assert calls == ["before", "after"] and owner.calls == [((1,), {"set_to_none": False})]
+def test_a_module_drops_its_sums_first_until_it_is_undone() -> None:
+    layer, kept = Layer(), Mock()
+    kept.discard_gradients.side_effect = lambda ids: layer.calls.append(ids)
+    (undo,) = drop_with_module(layer, kept)
+    assert layer.zero_grad(1, set_to_none=False) == "result"
+    assert layer.calls == [{id(layer.weight)}, ((1,), {"set_to_none": False})]
     undo()
-    assert "zero_grad" not in vars(owner)
-    owner.zero_grad()
+    assert "zero_grad" not in vars(layer)
+    layer.zero_grad()
     undo()
-    assert calls == ["before", "after"]
-    # A follower that is gone is not called, and what follows it stays wrapped.
-    owner.calls.clear()
-    undo = drop_with_optimizer(owner, steps)
-    wrapped = owner.zero_grad
-    owner.zero_grad = lambda: wrapped()
-    of_user = owner.zero_grad
+    assert kept.discard_gradients.call_count == 1
+    # What a user has wrapped stays.
+    (undo,) = drop_with_module(layer, kept)
+    wrapped = layer.zero_grad
+    layer.zero_grad = lambda: wrapped()  # type: ignore[method-assign]
+    of_user = layer.zero_grad
     undo()
-    assert owner.zero_grad is of_user and of_user() == "result"
-    assert calls == ["before", "after"]
-    del owner.zero_grad
-    drop_with_optimizer(owner, steps)
-    del steps
+    assert layer.zero_grad is of_user and of_user() == "result"
+    assert kept.discard_gradients.call_count == 1
+
+
+def test_a_front_that_is_gone_is_not_told() -> None:
+    class Front:
+        def discard_gradients(self, parameters: Any = None) -> None:
+            raise AssertionError("it is gone")
+
+    layer, front = Layer(), Front()
+    drop_with_module(layer, front)
+    del front
     gc.collect()
-    assert owner.zero_grad() == "result" and calls == ["before", "after"]
+    assert layer.zero_grad() == "result"
 
 
 def test_what_wraps_a_method_keeps_neither_side_alive() -> None:

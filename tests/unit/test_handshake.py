@@ -126,7 +126,9 @@ def begin(seconds: float = 5.0, block: Mapping[str, Any] | None = None, **how: A
 # ---- a handshake ----
 
 
-def test_ranks_that_agree_learn_the_nodes_and_hear_what_is_odd(monkeypatch) -> None:
+def test_ranks_that_agree_learn_the_nodes_and_hear_what_is_odd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = Ranks(monkeypatch, 4, hosts="aabb")
     ranks.kernels[3] = "torch kernels"
     assert ranks.all(range(4), lambda rank: begin()) == dict.fromkeys(range(4), 2)
@@ -138,7 +140,9 @@ def test_ranks_that_agree_learn_the_nodes_and_hear_what_is_odd(monkeypatch) -> N
     assert ranks.asked == [4] * 4
 
 
-def test_a_launcher_decides_the_nodes_of_all_ranks_and_not_those_of_a_part(monkeypatch) -> None:
+def test_a_launcher_decides_the_nodes_of_all_ranks_and_not_those_of_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = Ranks(monkeypatch, 6, hosts="aaaabb")
     ranks.launched = "LOCAL_WORLD_SIZE", 1
     assert ranks.all(range(6), lambda rank: begin()) == dict.fromkeys(range(6), 1)
@@ -153,7 +157,7 @@ def test_a_launcher_decides_the_nodes_of_all_ranks_and_not_those_of_a_part(monke
     assert ranks.asked == []
 
 
-def test_handshakes_of_other_ranks_are_counted_apart(monkeypatch) -> None:
+def test_handshakes_of_other_ranks_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 3)
     for part in ([0, 1], [0, 2], [0, 1], [1, 2]):
         found = ranks.all(part, lambda rank, part=part: begin(3.0, ranks=part))
@@ -161,7 +165,9 @@ def test_handshakes_of_other_ranks_are_counted_apart(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("is_in_python", [False, True])
-def test_ranks_that_disagree_end_with_one_message(is_in_python: bool, monkeypatch) -> None:
+def test_ranks_that_disagree_end_with_one_message(
+    is_in_python: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first rank, which may hold the store, ends last. It does not wait for others for long."""
     ranks = Ranks(monkeypatch, 4, store=Store(slow=("left/2",)) if is_in_python else None)
     part, last_left = [1, 2, 3], "ds_quant/handshake of ranks 1_2_3/1/left/"
@@ -195,7 +201,7 @@ IN_ATTACH = "Do all ranks call ds_quant.ddp.attach, and with a block?"
     ("call", "question"), [(None, IN_DEEPSPEED), ("ds_quant.ddp.attach", IN_ATTACH)]
 )
 def test_a_rank_that_does_not_come_is_named_and_joins_the_next_call(
-    call: str | None, question: str, monkeypatch
+    call: str | None, question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(monkeypatch, 3)
     start = time.monotonic()
@@ -209,7 +215,7 @@ def test_a_rank_that_does_not_come_is_named_and_joins_the_next_call(
     assert ranks.all(range(3), lambda rank: begin()) == dict.fromkeys(range(3), 3)
 
 
-def test_a_first_rank_that_does_not_judge_is_named(monkeypatch) -> None:
+def test_a_first_rank_that_does_not_judge_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
     monkeypatch.setattr(handshake, "_PATIENCE", 0.1)
     store = handshake.plugin_store("handshake/1")
@@ -224,7 +230,9 @@ def test_a_first_rank_that_does_not_judge_is_named(monkeypatch) -> None:
     assert 0.4 < time.monotonic() - start < 8  # a rank that is about to judge gets 2 x 0.1 s more
 
 
-def test_ranks_wait_longer_for_the_first_one_once_all_have_come(monkeypatch) -> None:
+def test_ranks_wait_longer_for_the_first_one_once_all_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = Ranks(monkeypatch, 2)
     store = handshake.plugin_store("a handshake")
     store.set("ready", "")
@@ -233,7 +241,7 @@ def test_ranks_wait_longer_for_the_first_one_once_all_have_come(monkeypatch) -> 
     assert ranks.all([1], lambda rank: handshake._follow(store, 0.1, [0, 1], None)) == {1: verdict}
 
 
-def test_a_verdict_of_others_replaces_that_of_a_late_rank(monkeypatch) -> None:
+def test_a_verdict_of_others_replaces_that_of_a_late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for where it is decided but not yet written."""
     ranks = Ranks(monkeypatch, 2)
     store = PrefixStore("handshake", HashStore())
@@ -252,7 +260,9 @@ def test_a_verdict_of_others_replaces_that_of_a_late_rank(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("part", [None, [1, 2]])
-def test_the_error_of_one_rank_ends_the_others_at_once(part: list[int] | None, monkeypatch) -> None:
+def test_the_error_of_one_rank_ends_the_others_at_once(
+    part: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = Ranks(monkeypatch, 3, store=Store(slow=("left/2",)))
     own = part or [0, 1, 2]
     first, last, ended = own[0], own[-1], False
@@ -278,7 +288,9 @@ def test_the_error_of_one_rank_ends_the_others_at_once(part: list[int] | None, m
     assert ranks.all(own, lambda rank: begin(ranks=part)) == dict.fromkeys(own, len(own))
 
 
-def test_a_rank_without_a_block_ends_the_others_and_waits_for_none(monkeypatch) -> None:
+def test_a_rank_without_a_block_ends_the_others_and_waits_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = Ranks(monkeypatch, 2)
     start = time.monotonic()
     handshake.stay_away("no block was given: nothing is quantized", [0, 1])
@@ -289,7 +301,7 @@ def test_a_rank_without_a_block_ends_the_others_and_waits_for_none(monkeypatch) 
     )
 
 
-def test_a_rank_alone_asks_no_store(monkeypatch) -> None:
+def test_a_rank_alone_asks_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
 
     def nobody() -> None:
@@ -303,7 +315,7 @@ def test_a_rank_alone_asks_no_store(monkeypatch) -> None:
         raise ConfigError("a typo")
 
 
-def test_a_rank_whose_store_is_gone_tells_its_own_error(monkeypatch) -> None:
+def test_a_rank_whose_store_is_gone_tells_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2, store=Store())
     ranks.store.gone = True
     handshake.stay_away("no block was given", [0, 1])
@@ -332,7 +344,9 @@ def test_missing_ranks_are_found_by_halving(missing: list[int], checks: int) -> 
 
 
 @pytest.mark.parametrize(("file", "watches"), [("", "unset"), ("/shared/stop", "set")])
-def test_a_card_holds_what_ranks_compare(file: str, watches: str, monkeypatch) -> None:
+def test_a_card_holds_what_ranks_compare(
+    file: str, watches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = Ranks(monkeypatch, 1, hosts="b")
     monkeypatch.setattr(handshake.dispatch, "describe", lambda *given: f"kernels of {given}")
     monkeypatch.setenv("DS_QUANT_KILL_FILE", file)
@@ -514,7 +528,7 @@ def ends(error: BaseException, previous: Callable[..., object] | None = None) ->
     ("kind", "slow"), [(ConfigError, "read/1"), (StartError, "read/2"), (AttachError, "read/1")]
 )
 def test_equal_messages_are_printed_by_rank_0_alone(
-    kind: type[Exception], slow: str, monkeypatch
+    kind: type[Exception], slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0, which may hold the store, ends last."""
     ranks = Ranks(monkeypatch, 3, store=Store(slow=(slow,)))
@@ -534,7 +548,9 @@ def test_equal_messages_are_printed_by_rank_0_alone(
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_rank_tells_its_own_message_unless_rank_0_has_printed_it(gone: bool, monkeypatch) -> None:
+def test_a_rank_tells_its_own_message_unless_rank_0_has_printed_it(
+    gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = Ranks(monkeypatch, 2, store=Store())
     screen = terminal(ranks, monkeypatch)
     monkeypatch.setattr(short_messages, "_PATIENCE", 0.1)
@@ -551,7 +567,7 @@ def test_a_rank_tells_its_own_message_unless_rank_0_has_printed_it(gone: bool, m
      ("3", "ConfigError on rank 3")],
 )  # fmt: skip
 def test_an_error_before_the_ranks_are_connected_names_the_rank_of_the_launcher(
-    variable: str | None, subject: str, monkeypatch
+    variable: str | None, subject: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(monkeypatch, 4)
     screen = terminal(ranks, monkeypatch)
@@ -563,7 +579,9 @@ def test_an_error_before_the_ranks_are_connected_names_the_rank_of_the_launcher(
     assert screen.shown == {0: f"{subject}: a typo\n"}
 
 
-def test_a_rank_asks_every_twentieth_second_for_three_seconds(monkeypatch) -> None:
+def test_a_rank_asks_every_twentieth_second_for_three_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, slept = Store(), list[float]()
     clock = SimpleNamespace(monotonic=lambda: 100 + sum(slept), sleep=slept.append)
     monkeypatch.setattr(short_messages, "time", clock)
@@ -578,7 +596,9 @@ def test_a_rank_asks_every_twentieth_second_for_three_seconds(monkeypatch) -> No
 
 
 @pytest.mark.parametrize("by", ["Python", "torch"])
-def test_other_errors_go_to_the_hook_that_was_there(by: str, monkeypatch) -> None:
+def test_other_errors_go_to_the_hook_that_was_there(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = Ranks(monkeypatch, 1)
     screen = terminal(ranks, monkeypatch)
     heard: list[Any] = []
@@ -603,7 +623,7 @@ def test_other_errors_go_to_the_hook_that_was_there(by: str, monkeypatch) -> Non
     assert heard == [bug] and screen.shown == {0: "ConfigError: a typo\n"}
 
 
-def test_the_hook_of_a_program_stays(monkeypatch) -> None:
+def test_the_hook_of_a_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def own(*given: Any) -> None:
         pass
 

@@ -210,7 +210,7 @@ def test_the_hops_of_a_reduction_share_its_ranks(monkeypatch: pytest.MonkeyPatch
             divisor *= made.communicator.size
 
 
-def test_replicas_and_shards_have_the_groups_of_their_mesh(monkeypatch) -> None:
+def test_replicas_and_shards_have_the_groups_of_their_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = Groups(monkeypatch)
     run = run_over(ProcessGroups(shards="shards", replicas="replicas"))
     # Both communicators vote, one after the other.
@@ -228,7 +228,9 @@ def test_replicas_and_shards_have_the_groups_of_their_mesh(monkeypatch) -> None:
     assert all(each.how["traffic"] is level.traffic for each in found)
 
 
-def test_a_group_that_is_no_world_has_one_hop_and_the_counters_of_the_world(monkeypatch) -> None:
+def test_a_group_that_is_no_world_has_one_hop_and_the_counters_of_the_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Groups(monkeypatch)
     run = run_over(ProcessGroups(shards="the world"))
     assert run.level("the world") is run.level("all by ranks") is run.world
@@ -242,7 +244,9 @@ def test_a_group_that_is_no_world_has_one_hop_and_the_counters_of_the_world(monk
     assert run.communicator("a part").how["traffic"] is run.traffic
 
 
-def test_communicators_are_made_once_for_a_group_and_its_nodes(monkeypatch) -> None:
+def test_communicators_are_made_once_for_a_group_and_its_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Groups(monkeypatch)
     run = run_over(ProcessGroups(shards="the world"))
     other, traffic = Topology(world=8, node_size=4), Traffic()
@@ -252,7 +256,9 @@ def test_communicators_are_made_once_for_a_group_and_its_nodes(monkeypatch) -> N
     assert run.communicator("shards") is run.communicator("shards", EIGHT) is not first
 
 
-def test_messages_that_are_not_counted_have_counters_of_their_own(monkeypatch) -> None:
+def test_messages_that_are_not_counted_have_counters_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Groups(monkeypatch)
     run = run_over(ProcessGroups(shards="the world"))
     made: Any = run.uncounted(run.communicator("a part"))
@@ -263,7 +269,9 @@ def test_messages_that_are_not_counted_have_counters_of_their_own(monkeypatch) -
     assert made not in run.communicators()
 
 
-def test_the_ranks_of_all_levels_vote_through_the_groups_of_each(monkeypatch) -> None:
+def test_the_ranks_of_all_levels_vote_through_the_groups_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     groups = Groups(monkeypatch)
     run = run_over(ProcessGroups(shards="shards"), topology=Topology(world=2, node_size=2))
     assert groups.made == []  # one node
@@ -278,7 +286,7 @@ def test_the_ranks_of_all_levels_vote_through_the_groups_of_each(monkeypatch) ->
     ("stage", "replicas", "returns"), [(3, False, None), (3, True, "inter"), (0, False, "all")]
 )
 def test_sums_of_gradients_return_to_all_copies(
-    stage: int, replicas: bool, returns: str | None, monkeypatch
+    stage: int, replicas: bool, returns: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Groups(monkeypatch)
     groups = ProcessGroups(shards="shards", replicas="replicas")
@@ -395,7 +403,9 @@ def test_parameters_are_found_by_their_tensors() -> None:
         made.run.known_param(torch.zeros(3))
 
 
-def test_levels_are_learned_when_due_by_the_ranks_that_share_the_parameter(monkeypatch) -> None:
+def test_levels_are_learned_when_due_by_the_ranks_that_share_the_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     learned: list[Any] = []
     monkeypatch.setattr(run_module, "learn", lambda *given: learned.append(given))
     made = rank_of()

@@ -333,7 +333,12 @@ WRITES = [("metrics.jsonl", 10, 0, True), ("metrics.jsonl", 10, 1, False),
 @pytest.mark.parametrize(("file", "interval", "rank", "writes"), WRITES)
 @pytest.mark.parametrize("trains", [False, True])
 def test_votes_and_metrics_begin_where_they_are_asked_for(
-    file: str | None, interval: int, rank: int, writes: bool, trains: bool, monkeypatch
+    file: str | None,
+    interval: int,
+    rank: int,
+    writes: bool,
+    trains: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noted, events = events_of(monkeypatch, rank=rank, file=file, interval=interval)
     events.begin(noted.resync if trains else None)
@@ -357,7 +362,7 @@ def test_votes_and_metrics_begin_where_they_are_asked_for(
     assert noted.mock_calls == [call.run.begin_step()] + [call.telemetry.arm()] * writes
 
 
-def test_nothing_happens_before_the_begin(monkeypatch) -> None:
+def test_nothing_happens_before_the_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, events = events_of(monkeypatch)
     events.before_step()
     events.gradients_changed()
@@ -366,7 +371,7 @@ def test_nothing_happens_before_the_begin(monkeypatch) -> None:
     assert noted.mock_calls == [call.run.begin_step()] * 2
 
 
-def test_gradients_are_voted_on_once_until_they_change(monkeypatch) -> None:
+def test_gradients_are_voted_on_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, events = events_of(monkeypatch)
     events.begin(noted.resync)
     events.before_step()
@@ -383,7 +388,7 @@ def test_gradients_are_voted_on_once_until_they_change(monkeypatch) -> None:
     ("begins", "flags", "watches"), [(True, [], True), (True, None, False), (False, [], False)]
 )
 def test_gradients_that_nothing_looks_at_are_told(
-    begins: bool, flags: list | None, watches: bool, monkeypatch
+    begins: bool, flags: list | None, watches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a kill file alone, or a model that is only evaluated."""
     noted, events = events_of(monkeypatch)
@@ -401,7 +406,9 @@ def test_gradients_that_nothing_looks_at_are_told(
     )
 
 
-def test_the_state_of_a_front_holds_the_end_of_full_precision_where_it_votes(monkeypatch) -> None:
+def test_the_state_of_a_front_holds_the_end_of_full_precision_where_it_votes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     noted, events = events_of(monkeypatch)
     noted.run.state.exact_until, noted.run.finite_flags = 12, None
     assert events.state_dict(5) == {"step": 5}
@@ -418,7 +425,7 @@ def test_the_state_of_a_front_holds_the_end_of_full_precision_where_it_votes(mon
 
 @pytest.mark.parametrize(("world", "kind"), [(1, "cuda"), (2, "cpu"), (2, "cuda"), (3, "cpu")])
 def test_a_run_begins_its_votes_and_compiles_its_kernels(
-    world: int, kind: str, monkeypatch
+    world: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted, notices = Mock(), list[str]()
     run: Any = SimpleNamespace(

@@ -112,7 +112,7 @@ class Torch:
 @pytest.mark.parametrize("copies", [False, True], ids=["torch 2.9", "torch 2.13"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_world_that_is_bound_to_devices_is_split_once_per_level(
-    streams, copies, is_first, monkeypatch
+    streams, copies, is_first, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_ = Torch(monkeypatch, streams=streams, copies=copies, is_first=is_first)
     torch_.world.bound_device_id = CUDA
@@ -129,21 +129,23 @@ def test_a_world_that_is_bound_to_devices_is_split_once_per_level(
         assert given.is_high_priority_stream and given.config == "the user's"
 
 
-def test_options_without_ranks_or_config_are_made_anew_as_well(monkeypatch) -> None:
+def test_options_without_ranks_or_config_are_made_anew_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As those of XCCL."""
     torch_ = Torch(monkeypatch)
     given = groups._options_of_split(SimpleNamespace(options=SimpleNamespace()))
     assert vars(given) == {} and torch_.made == []
 
 
-def test_elsewhere_a_group_is_made_by_its_members(monkeypatch) -> None:
+def test_elsewhere_a_group_is_made_by_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_ = Torch(monkeypatch)
     assert torch_.level_groups() == (NODE, PLACE, NODE)
     how = {"timeout": PATIENCE, "use_local_synchronization": True}
     assert torch_.made == [("new", NODE, how), ("new", PLACE, how)]
 
 
-def test_ranks_that_know_other_groups_make_all_together(monkeypatch) -> None:
+def test_ranks_that_know_other_groups_make_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members would call a group by different names and wait for each other for ever."""
     torch_ = Torch(monkeypatch)
     torch_.equal = False
@@ -155,7 +157,9 @@ def test_ranks_that_know_other_groups_make_all_together(monkeypatch) -> None:
 PART = Topology(world=16, node_size=8, ranks=tuple(range(3, 128, 8)))  # RANK is its index 10
 
 
-def test_part_of_the_world_makes_its_groups_without_other_ranks(monkeypatch) -> None:
+def test_part_of_the_world_makes_its_groups_without_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch_ = Torch(monkeypatch)
     torch_.world.bound_device_id = CUDA  # a split would need all ranks
     node, place = list(range(67, 131, 8)), [19, 83]
@@ -164,7 +168,9 @@ def test_part_of_the_world_makes_its_groups_without_other_ranks(monkeypatch) -> 
     assert torch_.made == [("new", node, how), ("new", place, how)]
 
 
-def test_part_of_the_world_cannot_make_groups_under_different_names(monkeypatch) -> None:
+def test_part_of_the_world_cannot_make_groups_under_different_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch_ = Torch(monkeypatch)
     torch_.equal = False
     with pytest.raises(RuntimeError) as raised:
@@ -178,7 +184,9 @@ def test_part_of_the_world_cannot_make_groups_under_different_names(monkeypatch)
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_groups_are_made_again_once_one_is_destroyed(streams: bool, monkeypatch) -> None:
+def test_groups_are_made_again_once_one_is_destroyed(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch_ = Torch(monkeypatch, streams=streams)
     for _ in range(2):
         assert torch_.level_groups() == (NODE, PLACE, NODE)
@@ -192,7 +200,9 @@ def test_groups_are_made_again_once_one_is_destroyed(streams: bool, monkeypatch)
 
 
 @pytest.mark.parametrize("is_bound", [False, True])
-def test_a_group_of_some_ranks_is_made_by_them_once(is_bound: bool, monkeypatch) -> None:
+def test_a_group_of_some_ranks_is_made_by_them_once(
+    is_bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch_ = Torch(monkeypatch)
     torch_.world.bound_device_id = CUDA if is_bound else None
     group_of = partial(groups.group_of, device=CUDA, least=torch_._vote)
@@ -214,7 +224,7 @@ def test_a_group_of_some_ranks_is_made_by_them_once(is_bound: bool, monkeypatch)
 
 @pytest.mark.parametrize("backend", ["without options", "without a timeout", "cannot split"])
 def test_a_backend_without_settings_makes_groups_with_those_of_torch(
-    backend: str, monkeypatch
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_ = Torch(monkeypatch)
     torch_.world.bound_device_id = CUDA
@@ -253,7 +263,7 @@ class Store(torch.distributed.Store):
         self.store.wait(keys, timeout)
 
 
-def test_ranks_that_wait_for_all_ask_for_one_key_each(monkeypatch) -> None:
+def test_ranks_that_wait_for_all_ask_for_one_key_each(monkeypatch: pytest.MonkeyPatch) -> None:
     store, ranks, limits = Store(), 8, {"patience": 20.0, "timeout": 1.0}
     c10d = torch.distributed.distributed_c10d
     monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
@@ -265,7 +275,9 @@ def test_ranks_that_wait_for_all_ask_for_one_key_each(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("comes", [False, True])
-def test_ranks_that_have_not_come_are_named_first_in_a_warning(comes: bool, monkeypatch) -> None:
+def test_ranks_that_have_not_come_are_named_first_in_a_warning(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(log, "log_rank0", said.append)
     c10d, store = torch.distributed.distributed_c10d, Store()

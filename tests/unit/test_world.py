@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -272,6 +273,25 @@ def test_ranks_that_wait_for_all_ask_for_one_key_each(monkeypatch: pytest.Monkey
         for _ in range(2):
             list(pool.map(lambda rank: call(rank=rank), range(ranks)))
     assert len(store.waited) == 2 * ranks and len(set(store.waited)) == 2
+
+
+def test_a_rank_that_calls_another_function_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a save on one rank does not take an export on another for its own."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(log, "log_rank0", Mock())
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    call = partial(wait_for_ranks, world=2, patience=0.1, timeout=0.1)
+    with ThreadPoolExecutor(2) as pool:
+        saved = pool.submit(call, "a save", rank=0)
+        exported = pool.submit(call, "an export", rank=1)
+    assert "a save needs all ranks under ZeRO-1 and 2: not called on rank(s) [1] within" in str(
+        saved.exception()
+    )
+    assert "an export needs all ranks under ZeRO-1 and 2: not called on rank(s) [0] within" in str(
+        exported.exception()
+    )
 
 
 @pytest.mark.parametrize("comes", [False, True])

@@ -1,13 +1,24 @@
-"""Let the methods that drop gradients drop their partial sums, too."""
+"""Let the methods that drop gradients drop their partial sums, too.
+
+[Note: a zero_grad of one's own] A ``zero_grad`` that a user has written may keep some gradients, or
+all of them until a condition holds. So the gradients are looked at before and after it: one that is
+another one, None, or of another version afterwards was dropped. A gradient that FSDP2 keeps outside
+of ``.grad`` is replaced by a placeholder during the call. The placeholders of a call share one
+piece of memory, because their values do not matter.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ds_quant.fsdp2 import torch_names
 
 Undo = Callable[[], None]
 
@@ -18,19 +29,117 @@ class KeepsGradients(Protocol):
     def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
         """Drop the partial sums of parameters, given by their ids."""
 
+    def kept_gradients(self) -> set[int]:
+        """Return the ids of parameters whose gradients FSDP2 keeps outside of ``.grad``."""
+
+
+class GradientsBefore:
+    """The gradients of parameters before a ``zero_grad``: see [Note: a zero_grad of one's own].
+
+    drops_all: the method is torch's, which keeps no gradient.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], front: KeepsGradients, *, drops_all: bool
+    ) -> None:
+        self._parameters = list(parameters)
+        self._placeholders: list[Tensor] = []  # parameters that have one
+        self._versions: list[tuple[Tensor | None, int]] | None = None
+        if drops_all:
+            return
+        kept = front.kept_gradients()
+        self._placeholders = [p for p in self._parameters if id(p) in kept and p.grad is None]
+        _give_placeholders(self._placeholders)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[tuple[Tensor | None, int]]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        return [(each, -1 if each is None else each._version) for each in gradients]
+
+    def dropped(self) -> set[int]:
+        """Return the ids of the parameters whose gradients were dropped since. Called once."""
+        if self._versions is None:
+            return {id(parameter) for parameter in self._parameters}
+        dropped: set[int] = set()
+        rows = zip(self._parameters, self._versions, self._versions_now(), strict=True)
+        for parameter, (before, version), (now, version_now) in rows:
+            if now is None or now is not before or version != version_now:
+                dropped.add(id(parameter))
+        for parameter in self._placeholders:
+            parameter.grad = None
+        return dropped
+
+
+def _give_placeholders(parameters: Iterable[Tensor]) -> None:
+    """Give parameters gradients that share one piece of memory per dtype and device."""
+    locals_of = {p: p.to_local() if isinstance(p, DTensor) else p.detach() for p in parameters}
+    largest: dict[tuple[torch.dtype, torch.device], int] = {}
+    for local in locals_of.values():
+        kind = local.dtype, local.device
+        largest[kind] = max(largest.get(kind, 0), local.numel())
+    memory = {
+        (dtype, device): torch.zeros(numel, dtype=dtype, device=device).untyped_storage()
+        for (dtype, device), numel in largest.items()
+    }
+    for parameter, local in locals_of.items():
+        shared = memory[local.dtype, local.device]
+        # Unlike a view, it has a version of its own.
+        placeholder = local.new_empty(0)
+        placeholder.set_(shared, 0, local.shape, torch.empty(local.shape, device="meta").stride())
+        if isinstance(parameter, DTensor):
+            placeholder = DTensor.from_local(
+                placeholder,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        parameter.grad = placeholder
+
+
+# ---- methods of modules ----
+
 
 def drop_with_module(module: nn.Module, front: KeepsGradients) -> list[Undo]:
     """Wrap ``zero_grad`` of a module, and ``reset_iter_state``, with which a loop recovers from an
     exception. Returns the functions that undo it.
     """
-    undo = [_drop_before(module, "zero_grad", front)]
+    undo = [_wrap(module, "zero_grad", front, _zero_grad)]
     if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13
-        undo.append(_drop_before(module, "reset_iter_state", front))
+        undo.append(_wrap(module, "reset_iter_state", front, _reset_iter_state))
     return undo
 
 
-def _drop_before(module: nn.Module, name: str, front: KeepsGradients) -> Undo:
-    """Drop the partial sums of a module before every call of its method ``name``.
+def _zero_grad(module: nn.Module, front: KeepsGradients, original: Callable[[], Any]) -> Any:
+    drops_all = type(module).zero_grad is nn.Module.zero_grad
+    gradients = GradientsBefore(module.parameters(), front, drops_all=drops_all)
+    try:
+        return original()
+    finally:
+        front.discard_gradients(gradients.dropped())
+
+
+def _reset_iter_state(module: nn.Module, front: KeepsGradients, original: Callable[[], Any]) -> Any:
+    """Drop all gradients, also those of a backward that an error has ended: FSDP2 leaves them in
+    the gathered parameters, and would add them to the next ones.
+    """
+    result = original()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in torch_names.param_groups(part):
+                torch_names.drop_unreduced(group)
+    front.discard_gradients({id(parameter) for parameter in module.parameters()})
+    return result
+
+
+def _wrap(
+    module: nn.Module,
+    name: str,
+    front: KeepsGradients,
+    call: Callable[[nn.Module, KeepsGradients, Callable[[], Any]], Any],
+) -> Undo:
+    """Wrap the method ``name`` of a module in ``call``, as long as ``front`` lives.
 
     Does not keep ``front`` alive, which the module may outlive. What it returns does not keep the
     module alive.
@@ -38,15 +147,14 @@ def _drop_before(module: nn.Module, name: str, front: KeepsGradients) -> Undo:
     original = getattr(module, name)
     attached = [weakref.ref(front)]  # empty once it is undone
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for reference in attached:
-            front = reference()
-            if front is not None:
-                front.discard_gradients({id(parameter) for parameter in module.parameters()})
-        return original(*args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        living = attached[0]() if attached else None
+        if living is None:
+            return original(*args, **kwargs)
+        return call(module, living, lambda: original(*args, **kwargs))
 
-    setattr(module, name, call)
-    module_of, method_of = weakref.ref(module), weakref.ref(call)
+    setattr(module, name, wrapped)
+    module_of, method_of = weakref.ref(module), weakref.ref(wrapped)
 
     def undo() -> None:
         attached.clear()

@@ -270,6 +270,12 @@ class QuantizedReduceScatter(ReduceScatter):
                 partial_sums.drop(dropped)
                 partial_sums.note_versions()
 
+    def kept_gradients(self) -> list[int]:
+        """Return the ids of parameters whose gradients FSDP2 keeps for the last backward."""
+        if not self._keeps_gradients:
+            return []
+        return [id(m.sharded_param) for m in self._sharded.members if self._reduces(m)]
+
     def _drop_kept_gradients(self, parameters: Collection[int] | None) -> None:
         """Drop the gradients that FSDP2 keeps: see [Note: replicated modules]."""
         kept = [member for member in self._sharded.members if self._reduces(member)]

@@ -378,9 +378,7 @@ class AttachedModel:
             )
 
     def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
-        """Drop the partial sums of an accumulation that is given up.
-
-        ``optimizer.zero_grad`` and ``model.zero_grad`` call this.
+        """Drop the partial sums of an accumulation that is given up, as ``zero_grad`` does.
 
         parameters: ids of parameters, None for all.
         """
@@ -392,13 +390,15 @@ class AttachedModel:
         if self._optimizers.has_reduced and self._covers_trained(parameters):
             self._optimizers.has_reduced = False
 
+    def kept_gradients(self) -> set[int]:
+        """Return the ids of parameters whose gradients FSDP2 keeps outside of ``.grad``."""
+        return {kept for _, _, reduction in self.served for kept in reduction.kept_gradients()}
+
     def _covers_trained(self, parameters: Collection[int] | None) -> bool:
-        """Return True if no trained parameter is missing from ``parameters``."""
-        if parameters is None:
-            return True
+        """Return True if no trained parameter is missing from ``parameters``, None for all."""
         members = [member for sharded, _, _ in self.served for member in sharded.members]
         trained = {id(m.sharded_param) for m in members if m.sharded_param.requires_grad}
-        return trained <= set(parameters)
+        return parameters is None or trained <= set(parameters)
 
     def _own_values(self) -> Iterator[tuple[Param, Tensor, Communicator]]:
         """Yield every parameter, this rank's shard as it is sent, and the ranks that share it."""

@@ -16,8 +16,10 @@ drops the zeros that torch has made for it, and no gradients that wait.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -30,12 +32,13 @@ from torch.optim.optimizer import (
 )
 
 from ds_quant.fsdp2 import torch_names
+from ds_quant.fsdp2.dropped_gradients import GradientsBefore, KeepsGradients
 
 # Attached models, in the order of ``attach``, which is the same on all ranks.
 _following: list[weakref.ref[OptimizerSteps]] = []
 
 
-class Followed(Protocol):
+class Followed(KeepsGradients, Protocol):
     """A model whose optimizers are followed."""
 
     def parameter_ids(self) -> Iterable[int]:
@@ -49,9 +52,6 @@ class Followed(Protocol):
 
     def waiting_modules(self) -> list[str]:
         """Return the modules whose gradients wait for a backward that is declared the last one."""
-
-    def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
-        """Drop the partial sums of parameters, given by their ids."""
 
 
 class OptimizerSteps:
@@ -166,16 +166,22 @@ class OptimizerSteps:
         """Return the ids of the parameters of all optimizers that are known."""
         return {id(p) for optimizer in self._known for p in parameters_of(optimizer)}
 
-    def before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run before ``optimizer`` drops its gradients."""
-        if self._with_new_state is not None and self._with_new_state() is optimizer:
-            return  # it drops the zeros with which it has made its state
-        if self._holds_parameters(optimizer):
-            self._front.discard_gradients({id(p) for p in parameters_of(optimizer)})
+    def before_zero_grad(self, optimizer: Optimizer, *, drops_all: bool) -> GradientsBefore | None:
+        """Look at the gradients of ``optimizer`` before its ``zero_grad``; None to drop nothing.
 
-    def after_zero_grad(self) -> None:
-        """Run after an optimizer has dropped its gradients."""
+        drops_all: the method is torch's.
+        """
+        if self._with_new_state is not None and self._with_new_state() is optimizer:
+            return None  # it drops the zeros with which it has made its state
+        if not self._holds_parameters(optimizer):
+            return None
+        return GradientsBefore(parameters_of(optimizer), self._front, drops_all=drops_all)
+
+    def after_zero_grad(self, gradients: GradientsBefore | None) -> None:
+        """Drop the partial sums of the gradients that an optimizer has dropped."""
         self._with_new_state = None
+        if gradients is not None:
+            self._front.discard_gradients(gradients.dropped())
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -216,8 +222,9 @@ _wrapped: WeakSet[Callable[..., Any]] = WeakSet()
 
 def _wrap_class(kind: type[Optimizer]) -> None:
     """Wrap ``zero_grad`` of a class and of its subclasses, where they have their own."""
-    if kind.zero_grad not in _wrapped:
-        wrapped = torch.compiler.disable(_dropping_first(kind.zero_grad))
+    zero_grad = getattr_static(kind, "zero_grad")
+    if isinstance(zero_grad, FunctionType) and zero_grad not in _wrapped:
+        wrapped = torch.compiler.disable(_dropping(zero_grad, drops_all=kind is Optimizer))
         _wrapped.add(wrapped)
         kind.zero_grad = wrapped  # type: ignore[method-assign]
     for subclass in kind.__subclasses__():
@@ -230,20 +237,23 @@ def _wrap_new_class(kind: type[Optimizer], **keywords: Any) -> None:
     _wrap_class(kind)
 
 
-def _dropping_first(zero_grad: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``zero_grad`` that first drops the partial sums of all models."""
+def _dropping(zero_grad: Callable[..., Any], *, drops_all: bool) -> Callable[..., Any]:
+    """Return a ``zero_grad`` that also drops the partial sums of all models.
+
+    drops_all: it drops every gradient, as torch's own.
+    """
 
     @wraps(zero_grad)
-    def drop_first(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def drop(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         following = [steps for each in list(_following) if (steps := each()) is not None]
-        for steps in following:
-            steps.before_zero_grad(optimizer)
-        result = zero_grad(optimizer, *args, **kwargs)
-        for steps in following:
-            steps.after_zero_grad()
-        return result
+        noted = [steps.before_zero_grad(optimizer, drops_all=drops_all) for steps in following]
+        try:
+            return zero_grad(optimizer, *args, **kwargs)
+        finally:
+            for steps, gradients in zip(following, noted, strict=True):
+                steps.after_zero_grad(gradients)
 
-    return drop_first
+    return drop
 
 
 # ---- hooks of all optimizers ----

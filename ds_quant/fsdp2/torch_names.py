@@ -123,6 +123,14 @@ def has_ended_early(module: FSDPModule) -> bool:
     return is_open and not in_backward()
 
 
+def drop_unreduced(group: ParamGroup) -> None:
+    """Drop the gradients that a backward has made and FSDP2 has not reduced."""
+    for member in group.fsdp_params:
+        member.unsharded_accumulated_grad = None
+        if hasattr(member, "_unsharded_param"):
+            member._unsharded_param.grad = None
+
+
 def is_gathered_again(module: FSDPModule, group: ParamGroup, *, is_outermost: bool) -> bool:
     """Return True if the backward gathers weights again from all ranks that share them.
 

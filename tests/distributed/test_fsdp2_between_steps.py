@@ -614,6 +614,43 @@ def test_a_step_after_gradients_were_written_between_backwards_names_the_way_out
     assert_near(played(program, EXACT), played(program, None))
 
 
+class _Conditional(torch.optim.SGD):
+    """Drops gradients where it is told to, as a wrapper that is called in every micro-step does."""
+
+    drops = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.drops:
+            super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+@on_ranks(4)
+def test_a_zero_grad_that_keeps_the_gradients_keeps_their_sums(shape: tuple[int, ...]) -> None:
+    """shape: of the mesh. On (4, 1) FSDP2 keeps the gradients outside of ``.grad``."""
+
+    def program(run: Run) -> None:
+        for seed in (0, 3, 6):
+            run.backward(seed, last=False)
+            run.optimizer.zero_grad()
+            run.backward(seed + 1, last=False)
+            run.optimizer.zero_grad()
+            run.backward(seed + 2)
+            run.optimizer.step()
+            run.optimizer.drops = True
+            run.optimizer.zero_grad()
+            run.optimizer.drops = seed == 3  # in the third step both calls drop
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return _Conditional(model.parameters(), lr=0.1, momentum=0.9)
+
+    mesh = None
+    if len(shape) == 2:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+    plain = played(program, None, optimizer=optimizer, mesh=mesh)
+    assert_near(played(program, EXACT, optimizer=optimizer, mesh=mesh), plain)
+
+
 class _Failing(torch.autograd.Function):
     """Raises an error in the backward."""
 
@@ -639,12 +676,13 @@ ENDED_BACKWARD = (
 def test_a_step_after_an_error_in_a_backward_names_the_way_out() -> None:
     """FSDP2 finishes no backward after it until its state is reset."""
 
-    def program(run: Run, resets: bool = True) -> None:
+    def program(run: Run, fails: bool = True, resets: bool = True) -> None:
         run.step(0)
-        hook = run.model.second.register_forward_hook(lambda *given: _Failing.apply(given[-1]))
-        with pytest.raises(ValueError, match="out of memory"):
-            run.backward(1)
-        hook.remove()
+        if fails:
+            hook = run.model.second.register_forward_hook(lambda *given: _Failing.apply(given[-1]))
+            with pytest.raises(ValueError, match="out of memory"):
+                run.backward(1)
+            hook.remove()
         if resets:
             run.model.reset_iter_state()
         run.optimizer.zero_grad()
@@ -652,7 +690,8 @@ def test_a_step_after_an_error_in_a_backward_names_the_way_out() -> None:
         run.backward(3)
         run.update()
 
-    assert_near(played(program, EXACT), played(program, None))
+    # FSDP2 alone adds the gradients of the failed backward to the next ones.
+    assert_near(played(program, EXACT), played(partial(program, fails=False), None))
     with pytest.raises(RuntimeError, match=ENDED_BACKWARD):
         played(partial(program, resets=False), EXACT)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ds_quant.fsdp2 import forwards, optimizers, torch_names, watched_gradients
-from ds_quant.fsdp2.dropped_gradients import drop_with_module
+from ds_quant.fsdp2.dropped_gradients import GradientsBefore, drop_with_module
 from ds_quant.fsdp2.forwards import Forwards, StepsVote
 from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.watched_gradients import WatchedGradients
@@ -154,6 +155,7 @@ class Front:
         self.parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
         self.events: list[Any] = []
         self.waiting: list[str] = []
+        self.kept: list[nn.Parameter] = []  # gradients that FSDP2 keeps
         self.looked_up = 0
 
     def parameter_ids(self) -> Iterable[int]:
@@ -171,6 +173,9 @@ class Front:
 
     def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
         self.events.append(("dropped", parameters))
+
+    def kept_gradients(self) -> set[int]:
+        return {id(parameter) for parameter in self.kept}
 
     def said(self) -> list[Any]:
         events, self.events = self.events, []
@@ -422,6 +427,82 @@ def test_a_zero_grad_of_any_class_drops_until_the_model_is_detached(
     assert front.said() == []
 
 
+class Conditional(SGD):
+    """Drops the gradients that it is told to.
+
+    way: "none", "in place", "another" or "raise".
+    """
+
+    dropped: Sequence[int] = ()
+    way = "none"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        parameters = self.param_groups[0]["params"]
+        for index in self.dropped:
+            if self.way == "none":
+                parameters[index].grad = None
+            elif self.way == "in place":
+                parameters[index].grad.zero_()
+            elif self.way == "another":
+                parameters[index].grad = torch.zeros(1)
+        if self.way == "raise":
+            raise ValueError("not now")
+
+
+@pytest.mark.parametrize("way", ["none", "in place", "another", "raise"])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("dropped", [(), (1,), (0, 1)])
+def test_sums_of_gradients_that_a_zero_grad_keeps_are_kept(
+    dropped: tuple[int, ...], kept: bool, way: str, front: Front, steps: OptimizerSteps
+) -> None:
+    """kept: FSDP2 keeps the gradients, and ``.grad`` is None."""
+    made = Conditional(front.parameters, lr=0.1)
+    steps.follow([made])
+    made.dropped, made.way = dropped, way
+    before = [None if kept else torch.ones(1) for _ in front.parameters]
+    for parameter, gradient in zip(front.parameters, before, strict=True):
+        parameter.grad = gradient
+    front.kept = front.parameters if kept else []
+    with pytest.raises(ValueError, match="not now") if way == "raise" else nullcontext():
+        made.zero_grad()
+    seen = () if way == "raise" else dropped
+    assert front.said() == [("dropped", {id(front.parameters[index]) for index in seen})]
+    for index, parameter in enumerate(front.parameters):
+        if kept:
+            assert parameter.grad is None
+        elif index not in seen:
+            assert parameter.grad is before[index] and parameter.grad.item() == 1
+
+
+def test_placeholders_share_the_memory_of_the_largest_one(front: Front) -> None:
+    sizes = (2, 3), (5,), (), (4, 2)
+    dtypes = torch.float32, torch.float32, torch.float32, torch.bfloat16
+    front.parameters = [
+        nn.Parameter(torch.ones(size, dtype=dtype))
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+    front.kept = front.parameters
+    gradients = GradientsBefore(front.parameters, front, drops_all=False)
+    placeholders = [parameter.grad for parameter in front.parameters]
+    assert [tuple(each.shape) for each in placeholders] == list(sizes)
+    assert [each.dtype for each in placeholders] == list(dtypes)
+    assert all(each.is_contiguous() for each in placeholders)
+    storages = [each.untyped_storage() for each in placeholders]
+    assert [each.nbytes() for each in storages] == [24, 24, 24, 16]
+    assert len({each.data_ptr() for each in storages}) == 2
+    placeholders[1].zero_()
+    assert gradients.dropped() == {id(front.parameters[1])}, "the others have other versions"
+    assert all(parameter.grad is None for parameter in front.parameters)
+
+
+@pytest.mark.parametrize("kind", [property, staticmethod, classmethod])
+def test_a_zero_grad_that_is_no_method_stays(kind: Any, steps: OptimizerSteps) -> None:
+    steps.follow([])
+    strange = kind(lambda *given: len(given))
+    made = type("Strange", (SGD,), {"zero_grad": strange})
+    assert vars(made)["zero_grad"] is strange
+
+
 def test_gradients_that_wait_stay_in_the_zero_grad_after_states_were_made(
     front: Front, steps: OptimizerSteps
 ) -> None:
@@ -471,49 +552,61 @@ def test_hooks_of_torch_are_registered_once() -> None:
 
 
 class Layer(nn.Module):
-    """Notes how it drops its gradients."""
+    """Notes how it drops its gradients. kept: it keeps them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         self.calls: list[Any] = []
+        self.kept = False
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         self.calls.append((args, kwargs))
+        if not self.kept:
+            self.weight.grad = None
         return "result"
 
 
-def test_a_module_drops_its_sums_first_until_it_is_undone() -> None:
-    layer, kept = Layer(), Mock()
-    kept.discard_gradients.side_effect = lambda ids: layer.calls.append(ids)
-    (undo,) = drop_with_module(layer, kept)
+def test_a_module_drops_the_sums_of_the_gradients_that_it_drops(front: Front) -> None:
+    layer = Layer()
+    layer.kept, layer.weight.grad = True, torch.ones(1)
+    (undo,) = drop_with_module(layer, front)
     assert layer.zero_grad(1, set_to_none=False) == "result"
-    assert layer.calls == [{id(layer.weight)}, ((1,), {"set_to_none": False})]
+    assert layer.calls == [((1,), {"set_to_none": False})] and front.said() == [("dropped", set())]
+    layer.kept = False
+    layer.zero_grad()
+    assert front.said() == [("dropped", {id(layer.weight)})]
     undo()
     assert "zero_grad" not in vars(layer)
     layer.zero_grad()
     undo()
-    assert kept.discard_gradients.call_count == 1
+    assert front.said() == []
     # What a user has wrapped stays.
-    (undo,) = drop_with_module(layer, kept)
+    (undo,) = drop_with_module(layer, front)
     wrapped = layer.zero_grad
     layer.zero_grad = lambda: wrapped()  # type: ignore[method-assign]
     of_user = layer.zero_grad
     undo()
     assert layer.zero_grad is of_user and of_user() == "result"
-    assert kept.discard_gradients.call_count == 1
+    assert front.said() == []
+
+
+def test_torchs_zero_grad_of_a_module_drops_all_its_sums(front: Front) -> None:
+    """Also where FSDP2 keeps the gradients, and without a placeholder for them."""
+    module = nn.Linear(1, 1)
+    drop_with_module(module, front)
+    front.kept = list(module.parameters())
+    module.zero_grad()
+    assert front.said() == [("dropped", {id(module.weight), id(module.bias)})]
 
 
 def test_a_front_that_is_gone_is_not_told() -> None:
-    class Front:
-        def discard_gradients(self, parameters: Any = None) -> None:
-            raise AssertionError("it is gone")
-
-    layer, front = Layer(), Front()
-    drop_with_module(layer, front)
-    del front
+    layer, gone = Layer(), Mock(side_effect=AssertionError("it is gone"))
+    drop_with_module(layer, gone)
+    reference = weakref.ref(gone)
+    del gone
     gc.collect()
-    assert layer.zero_grad() == "result"
+    assert reference() is None and layer.zero_grad() == "result"
 
 
 def test_what_wraps_a_method_keeps_neither_side_alive() -> None:

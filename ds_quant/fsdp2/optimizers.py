@@ -244,7 +244,7 @@ def _dropping(zero_grad: Callable[..., Any], *, drops_all: bool) -> Callable[...
     """
 
     @wraps(zero_grad)
-    def drop(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def zero_and_drop(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         following = [steps for each in list(_following) if (steps := each()) is not None]
         noted = [steps.before_zero_grad(optimizer, drops_all=drops_all) for steps in following]
         try:
@@ -253,7 +253,7 @@ def _dropping(zero_grad: Callable[..., Any], *, drops_all: bool) -> Callable[...
             for steps, gradients in zip(following, noted, strict=True):
                 steps.after_zero_grad(gradients)
 
-    return drop
+    return zero_and_drop
 
 
 # ---- hooks of all optimizers ----

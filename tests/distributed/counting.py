@@ -25,7 +25,7 @@ COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 # Operations that neither make a view nor launch a kernel.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # Functions of the plugin that stand around one of FSDP2, whose operations are not the plugin's.
-WRAPPERS = ("post_backward", "root_pre_forward", "drop_first")
+WRAPPERS = ("post_backward", "root_pre_forward", "zero_and_drop")
 # Methods of tensors that wait for the device on CUDA.
 WAITS = ("cpu", "tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 

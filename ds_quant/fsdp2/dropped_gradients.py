@@ -1,10 +1,10 @@
 """Let the methods that drop gradients drop their partial sums, too.
 
-[Note: a zero_grad of one's own] A ``zero_grad`` that a user has written may keep some gradients, or
-all of them until a condition holds. So the gradients are looked at before and after it: one that is
-another one, None, or of another version afterwards was dropped. A gradient that FSDP2 keeps outside
-of ``.grad`` is replaced by a placeholder during the call. The placeholders of a call share one
-piece of memory, because their values do not matter.
+[Note: a zero_grad of a user] A ``zero_grad`` that a user has written may keep some gradients, or
+all of them until a condition holds. So ``.grad`` is compared before and after the call. A gradient
+was dropped if it is None afterwards, another tensor, or of another version. A parameter whose
+gradient FSDP2 keeps outside of ``.grad`` gets a placeholder there during the call. All placeholders
+share one piece of memory, because nobody reads their values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KeepsGradients(Protocol):
 
 
 class GradientsBefore:
-    """The gradients of parameters before a ``zero_grad``: see [Note: a zero_grad of one's own].
+    """The gradients of parameters before a ``zero_grad``: see [Note: a zero_grad of a user].
 
     drops_all: the method is torch's, which keeps no gradient.
     """

@@ -173,7 +173,8 @@ class OptimizerSteps:
         """
         if self._with_new_state is not None and self._with_new_state() is optimizer:
             return None  # it drops the zeros with which it has made its state
-        if not self._holds_parameters(optimizer):
+        # A class that wraps another optimizer may have no groups.
+        if not hasattr(optimizer, "param_groups") or not self._holds_parameters(optimizer):
             return None
         return GradientsBefore(parameters_of(optimizer), self._front, drops_all=drops_all)
 

@@ -495,6 +495,18 @@ def test_placeholders_share_the_memory_of_the_largest_one(front: Front) -> None:
     assert all(parameter.grad is None for parameter in front.parameters)
 
 
+def test_an_optimizer_without_groups_drops_as_before(steps: OptimizerSteps) -> None:
+    class Wrapper(Optimizer):
+        def __init__(self) -> None:
+            pass
+
+        def zero_grad(self, set_to_none: bool = True) -> Any:
+            return "dropped"
+
+    steps.follow([])
+    assert Wrapper().zero_grad() == "dropped"
+
+
 @pytest.mark.parametrize("kind", [property, staticmethod, classmethod])
 def test_a_zero_grad_that_is_no_method_stays(kind: Any, steps: OptimizerSteps) -> None:
     steps.follow([])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -111,8 +112,8 @@ def drop_with_module(module: nn.Module, front: KeepsGradients) -> list[Undo]:
     return undo
 
 
-def _zero_grad(module: nn.Module, front: KeepsGradients, original: Callable[[], Any]) -> Any:
-    drops_all = type(module).zero_grad is nn.Module.zero_grad
+def _zero_grad(module: nn.Module, front: KeepsGradients, original: partial[Any]) -> Any:
+    drops_all = getattr(original.func, "__func__", None) is nn.Module.zero_grad
     gradients = GradientsBefore(module.parameters(), front, drops_all=drops_all)
     try:
         return original()
@@ -120,7 +121,7 @@ def _zero_grad(module: nn.Module, front: KeepsGradients, original: Callable[[], 
         front.discard_gradients(gradients.dropped())
 
 
-def _reset_iter_state(module: nn.Module, front: KeepsGradients, original: Callable[[], Any]) -> Any:
+def _reset_iter_state(module: nn.Module, front: KeepsGradients, original: partial[Any]) -> Any:
     """Drop all gradients, also those of a backward that an error has ended: FSDP2 leaves them in
     the gathered parameters, and would add them to the next ones.
     """
@@ -137,7 +138,7 @@ def _wrap(
     module: nn.Module,
     name: str,
     front: KeepsGradients,
-    call: Callable[[nn.Module, KeepsGradients, Callable[[], Any]], Any],
+    call: Callable[[nn.Module, KeepsGradients, partial[Any]], Any],
 ) -> Undo:
     """Wrap the method ``name`` of a module in ``call``, as long as ``front`` lives.
 
@@ -145,13 +146,15 @@ def _wrap(
     module alive.
     """
     original = getattr(module, name)
+    is_of_instance = name in vars(module)
     attached = [weakref.ref(front)]  # empty once it is undone
 
+    @wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         living = attached[0]() if attached else None
         if living is None:
             return original(*args, **kwargs)
-        return call(module, living, lambda: original(*args, **kwargs))
+        return call(module, living, partial(original, *args, **kwargs))
 
     setattr(module, name, wrapped)
     module_of, method_of = weakref.ref(module), weakref.ref(wrapped)
@@ -161,7 +164,10 @@ def _wrap(
         kept, method = module_of(), method_of()
         if kept is None or method is None:
             return
-        if vars(kept).get(name) is method:
+        is_last = vars(kept).get(name) is method
+        if is_last and is_of_instance:
+            setattr(kept, name, method.__wrapped__)
+        elif is_last:
             delattr(kept, name)
 
     return undo

@@ -32,7 +32,8 @@ _PAUSE = 0.05  # seconds between two questions to the store
 def shorten_messages() -> None:
     """Print errors of the user without a traceback: see [Note: short messages]. Idempotent."""
     previous = sys.excepthook
-    is_torchs = getattr(previous, "__module__", "").startswith("torch.distributed")
+    module = getattr(previous, "__module__", None) or ""
+    is_torchs = module.startswith("torch.distributed")
     if previous is sys.__excepthook__ or is_torchs:
         sys.excepthook = functools.partial(_print_short, previous)
 

@@ -612,6 +612,21 @@ def test_torchs_zero_grad_of_a_module_drops_all_its_sums(front: Front) -> None:
     assert front.said() == [("dropped", {id(module.weight), id(module.bias)})]
 
 
+def test_a_zero_grad_of_one_module_is_watched_and_given_back(front: Front) -> None:
+    """A user may have replaced it, for example to keep gradients until a condition holds."""
+    module = nn.Linear(1, 1)
+    calls: list[str] = []
+    module.zero_grad = lambda: calls.append("kept")  # type: ignore[method-assign]
+    of_user = module.zero_grad
+    module.weight.grad = torch.ones(1, 1)
+    (undo,) = drop_with_module(module, front)
+    front.kept = [module.bias]
+    module.zero_grad()
+    assert calls == ["kept"] and front.said() == [("dropped", set())]
+    undo()
+    assert module.zero_grad is of_user
+
+
 def test_a_front_that_is_gone_is_not_told() -> None:
     layer, gone = Layer(), Mock(side_effect=AssertionError("it is gone"))
     drop_with_module(layer, gone)

@@ -627,7 +627,11 @@ def test_the_hook_of_a_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def own(*given: Any) -> None:
         pass
 
-    for hook in (own, functools.partial(own), functools.partial(own).__call__):
+    def nameless(*given: Any) -> None:
+        pass
+
+    nameless.__module__ = None  # type: ignore[assignment]
+    for hook in (own, functools.partial(own), functools.partial(own).__call__, nameless):
         monkeypatch.setattr(sys, "excepthook", hook)
         short_messages.shorten_messages()
         assert sys.excepthook is hook

@@ -111,7 +111,9 @@ def _sharded(
     parameters = list(module.parameters())
     dtype = parameters[0].dtype
     wrapped = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_state_ctx=backward))
+    members = [SimpleNamespace(sharded_param=parameter) for parameter in parameters]
     group = SimpleNamespace(
+        fsdp_params=members,
         all_reduce_grads=True,
         gradient_divide_factor=None,
         mesh_info=None,
@@ -123,7 +125,7 @@ def _sharded(
         module=cast(Any, wrapped),
         name="",
         params=params,
-        members=[SimpleNamespace(sharded_param=parameter) for parameter in parameters],
+        members=cast(Any, members),
         group=cast(Any, group),
         is_outermost=True,
         level=level,

@@ -15,15 +15,6 @@ if not hasattr(getattr(fsdp, "FSDPModule", None), _NEEDED):
         "newer; under DeepSpeed older ones work"
     )
 
-from ds_quant.fsdp2 import torch_names  # noqa: E402
-
-if not torch_names.are_known():
-    raise ImportError(
-        f"ds_quant.fsdp2: FSDP2 of torch {torch.__version__} holds mixed precision and gradients "
-        "per parameter, which this release does not serve: use torch 2.10 to 2.14; DeepSpeed and "
-        "DDP work with newer ones"
-    )
-
 from ds_quant.fsdp2.attaching import attach  # noqa: E402
 
 __all__ = ["attach"]

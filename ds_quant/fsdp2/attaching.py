@@ -311,7 +311,7 @@ def _refuse_full_replica(
     for _, _, group in groups_of(model):
         key = mesh_of_group(group).key
         for member in group.fsdp_params:
-            itemsize = gathered_dtype(group, member).itemsize
+            itemsize = gathered_dtype(member).itemsize
             if key in model_bytes:
                 model_bytes[key] += member._orig_size.numel() * itemsize
     for mesh, topology in zip(ranks.meshes.each, ranks.topologies, strict=True):

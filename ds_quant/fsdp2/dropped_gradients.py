@@ -74,18 +74,20 @@ class GradientsBefore:
 def _give_placeholders(parameters: Iterable[Tensor]) -> None:
     """Give parameters gradients that share one piece of memory per dtype and device."""
     locals_of = {p: p.to_local() if isinstance(p, DTensor) else p.detach() for p in parameters}
+    # torch refuses a gradient of another dtype than ``grad_dtype``; None allows any.
+    dtypes = {p: getattr(p, "grad_dtype", None) or p.dtype for p in locals_of}
     largest: dict[tuple[torch.dtype, torch.device], int] = {}
-    for local in locals_of.values():
-        kind = local.dtype, local.device
+    for parameter, local in locals_of.items():
+        kind = dtypes[parameter], local.device
         largest[kind] = max(largest.get(kind, 0), local.numel())
     memory = {
         (dtype, device): torch.zeros(numel, dtype=dtype, device=device).untyped_storage()
         for (dtype, device), numel in largest.items()
     }
     for parameter, local in locals_of.items():
-        shared = memory[local.dtype, local.device]
+        shared = memory[dtypes[parameter], local.device]
         # Unlike a view, it has a version of its own.
-        placeholder = local.new_empty(0)
+        placeholder = local.new_empty(0, dtype=dtypes[parameter])
         placeholder.set_(shared, 0, local.shape, torch.empty(local.shape, device="meta").stride())
         if isinstance(parameter, DTensor):
             placeholder = DTensor.from_local(
@@ -129,7 +131,8 @@ def _reset_iter_state(module: nn.Module, front: KeepsGradients, original: partia
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in torch_names.param_groups(part):
-                torch_names.drop_unreduced(group)
+                for member in group.fsdp_params:
+                    torch_names.drop_gradient(member)
     front.discard_gradients({id(parameter) for parameter in module.parameters()})
     return result
 

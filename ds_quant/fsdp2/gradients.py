@@ -281,8 +281,7 @@ class QuantizedReduceScatter(ReduceScatter):
         kept = [member for member in self._sharded.members if self._reduces(member)]
         for member in kept:
             if parameters is None or id(member.sharded_param) in parameters:
-                member.unsharded_accumulated_grad = None
-                member._unsharded_param.grad = None
+                torch_names.drop_gradient(member)
         self._keeps_gradients = any(self._reduces(member) for member in kept)
 
     # ---- which gradients ----
@@ -318,12 +317,12 @@ class QuantizedReduceScatter(ReduceScatter):
 
     def _reduces(self, member: FsdpParam) -> bool:
         """Return True if FSDP2 will reduce a gradient of this parameter."""
+        if torch_names.waiting_gradient(member) is not None:
+            return True
         if not hasattr(member, "_unsharded_param"):
             return False
-        parameter = member._unsharded_param
-        if member.unsharded_accumulated_grad is not None or parameter.grad is not None:
-            return True
-        return torch_names.reduces_unused(self._sharded.group) and parameter.requires_grad
+        reduces_unused = torch_names.reduces_unused(self._sharded.group)
+        return reduces_unused and member._unsharded_param.requires_grad
 
     def _give_zero_gradients(self) -> None:
         """Give parameters with partial sums a gradient of zeros, if this backward made none."""
@@ -337,16 +336,15 @@ class QuantizedReduceScatter(ReduceScatter):
             return
         dtype = self._dtype_of_gradients()
         for member in missing:
-            zeros = torch.zeros_like(member._unsharded_param, dtype=dtype, requires_grad=False)
-            member.unsharded_accumulated_grad = zeros
+            torch_names.give_zero_gradient(member, dtype)
 
     def _dtype_of_gradients(self) -> torch.dtype:
-        """Return the dtype of this backward's gradients, which FSDP2 wants to be equal."""
+        """Return the dtype of this backward's gradients."""
         gathered = [m for m in self._sharded.members if hasattr(m, "_unsharded_param")]
         for member in gathered:
-            for gradient in (member.unsharded_accumulated_grad, member._unsharded_param.grad):
-                if gradient is not None:
-                    return gradient.dtype
+            gradient = torch_names.waiting_gradient(member)
+            if gradient is not None:
+                return gradient.dtype
         return gathered[0]._unsharded_param.dtype
 
     def _drop_abandoned(self) -> None:
@@ -469,7 +467,7 @@ class QuantizedReduceScatter(ReduceScatter):
         key = (gradients.dtype, full_precision, scale, self._has_gradient)
         plan = self._plans.get(key)
         if plan is None:
-            rows = self._sharded.part(self._has_gradient)
+            rows = self._sharded.reduced_part(self._has_gradient)
             new_plan = self._new_plan(rows, gradients.dtype, full_precision, scale)
             plan = self._plans.add(key, new_plan)
         numel = self._level.num_shards * plan.rows.row_numel

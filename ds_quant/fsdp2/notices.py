@@ -1,12 +1,14 @@
-"""Notices of the start-up line: weights that are not compressed on these ranks."""
+"""Notices of the start-up line: weights that are not compressed on these ranks, and a new torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
+from ds_quant.fsdp2.torch_names import NEWEST_TRIED
 from ds_quant.policy.route import Routes
 
 
@@ -54,3 +56,12 @@ def on_one_rank(model: nn.Module, modules: Sequence[ShardedModule]) -> list[str]
         f"{len(others)} module(s), such as {others[0] or 'the root'}, have a mesh of one rank: "
         "nothing of them is sent"
     ]
+
+
+def untried_torch() -> list[str]:
+    """Return a notice of a torch that is newer than all whose FSDP2 was tried."""
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    if release <= NEWEST_TRIED:
+        return []
+    newest = ".".join(map(str, NEWEST_TRIED))
+    return [f"torch {torch.__version__} is newer than {newest}, the last that FSDP2 was tried with"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_quant.comm.topology import Topology
 from ds_quant.fsdp2.meshes import Mesh, Meshes, mesh_of_group
-from ds_quant.fsdp2.notices import on_one_rank, weights_in_full
+from ds_quant.fsdp2.notices import on_one_rank, untried_torch, weights_in_full
 from ds_quant.fsdp2.sharded_module import ShardedModule, gathered_by_fsdp, sharded_modules
 from ds_quant.fsdp2.torch_names import ParamGroup
 from ds_quant.policy.route import Routes
@@ -111,4 +111,5 @@ def run_of(
     run.notices += gathered_by_fsdp(modules)
     run.notices += weights_in_full(modules)
     run.notices += on_one_rank(model, modules)
+    run.notices += untried_torch()
     return run, modules

@@ -22,8 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import compress
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor, nn
@@ -113,15 +112,18 @@ class ShardedModule:
         """Elements of a row, padding included."""
         return self.layout.row_numel
 
-    def part(self, kept: Sequence[bool]) -> ShardedModule:
-        """Return the same with some of the parameters, whose rows are shorter."""
+    def reduced_part(self, kept: Sequence[bool]) -> ShardedModule:
+        """Return the same with some of the parameters, as a reduction of their gradients has them:
+        in its order, in shorter rows.
+        """
+        indices = [index for index in torch_names.reduction_order(self.group) if kept[index]]
         return replace(
             self,
-            params=list(compress(self.params, kept)),
-            members=list(compress(self.members, kept)),
-            widths=tuple(compress(self.widths, kept)),
-            lengths=tuple(compress(self.lengths, kept)),
-            dtypes=tuple(compress(self.dtypes, kept)),
+            params=[self.params[index] for index in indices],
+            members=[self.members[index] for index in indices],
+            widths=tuple([self.widths[index] for index in indices]),
+            lengths=tuple([self.lengths[index] for index in indices]),
+            dtypes=tuple([self.dtypes[index] for index in indices]),
         )
 
     def follow_training(self) -> list[Param]:
@@ -204,7 +206,7 @@ def sharded_modules(
             continue
         members = list(group.fsdp_params)
         records = [params.of(member, level.routes) for member in members]
-        dtypes = tuple([gathered_dtype(group, member) for member in members])
+        dtypes = tuple([gathered_dtype(member) for member in members])
         found.append(
             ShardedModule(
                 module=module,
@@ -355,7 +357,7 @@ def _lengths(member: FsdpParam, ranks: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def gathered_dtype(group: ParamGroup, member: FsdpParam) -> torch.dtype:
+def gathered_dtype(member: FsdpParam) -> torch.dtype:
     """Return the dtype in which FSDP2 gathers a parameter.
 
     One with an all-gather of its own counts as bytes.
@@ -365,22 +367,17 @@ def gathered_dtype(group: ParamGroup, member: FsdpParam) -> torch.dtype:
     own: torch.dtype = member.sharded_param.dtype
     if not own.is_floating_point:
         return own
-    return group.mp_policy.param_dtype or own
+    return member.mp_policy.param_dtype or own
 
 
 def gradient_dtype(group: ParamGroup) -> torch.dtype:
     """Return the dtype in which FSDP2 reduces the gradients of a module."""
-    if group.mp_policy.reduce_dtype is not None:
-        return group.mp_policy.reduce_dtype
-    if group.mp_policy.param_dtype is not None:
-        return group.mp_policy.param_dtype
-    members = group.fsdp_params
-    floats = [member for member in members if member.sharded_param.dtype.is_floating_point]
+    floats = [each for each in group.fsdp_params if each.sharded_param.dtype.is_floating_point]
     trained = [member for member in floats if member.sharded_param.requires_grad]
-    for member in (*trained, *floats):
-        own: torch.dtype = member.sharded_param.dtype
-        return own
-    return torch.float32  # nothing can be trained
+    dtypes = [torch_names.reduced_dtype(member) for member in trained or floats[:1]]
+    if not dtypes:
+        return torch.float32  # nothing can be trained
+    return reduce(torch.promote_types, dtypes)
 
 
 def _reason_of_own_gather(members: Sequence[FsdpParam], dtypes: Sequence[torch.dtype]) -> str:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DataParallelMeshInfo,
     FSDPMeshInfo,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 __all__ = [
     "AllGather",
@@ -28,9 +27,9 @@ __all__ = [
     "ParamGroup",
     "Placement",
     "ReduceScatter",
-    "are_known",
     "before_forwards",
-    "drop_unreduced",
+    "drop_gradient",
+    "give_zero_gradient",
     "groups_of_meshes",
     "has_ended_early",
     "has_own_all_gather",
@@ -40,12 +39,19 @@ __all__ = [
     "is_last_backward",
     "param_groups",
     "ranks_of_backward",
+    "reduced_dtype",
     "reduces_unused",
+    "reduction_order",
     "replicas_of",
     "shard_group",
     "uses_torch_collectives",
+    "waiting_gradient",
     "without_replicas",
 ]
+
+
+# The newest release of torch whose FSDP2 was tried.
+NEWEST_TRIED = (2, 15)
 
 
 class Placement(Protocol):
@@ -61,7 +67,8 @@ class FsdpParam(Protocol):
         shard, padded and flat, in its own dtype.
     padded_sharded_param_size: shape of a padded shard. _orig_size: shape without sharding, of this
         rank's part under tensor parallelism.
-    unsharded_accumulated_grad: gradient that waits for its reduction, of ``_orig_size``.
+    unsharded_accumulated_grad: gradient that waits for its reduction, of ``_orig_size``. From torch
+        2.15 on it is that of ``_unsharded_param``: see ``give_gradient``.
     """
 
     sharded_param: Any
@@ -73,6 +80,7 @@ class FsdpParam(Protocol):
     fsdp_placement: Placement
     is_dtensor: bool
     offload_to_cpu: bool
+    mp_policy: MixedPrecisionPolicy
 
     def reset_sharded_param(self) -> None:
         """Read the parameter of the module anew, after it was replaced."""
@@ -88,7 +96,6 @@ class ParamGroup(Protocol):
     fsdp_params: Sequence[FsdpParam]
     mesh_info: DataParallelMeshInfo
     post_forward_mesh_info: DataParallelMeshInfo | None
-    mp_policy: MixedPrecisionPolicy
     device: torch.device
     reduce_grads: bool
     all_reduce_grads: bool
@@ -98,14 +105,6 @@ class ParamGroup(Protocol):
     _all_reduce_hook: Callable[[Tensor], None] | None  # of set_all_reduce_hook
     _partial_reduce_output: Tensor | None
     post_backward: Callable[..., None]
-
-
-def are_known() -> bool:
-    """Return True if FSDP2's records are as above; False from torch 2.15 on.
-
-    Before, the instances alone have the attribute. From 2.15 on the class has it, as a property.
-    """
-    return not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 def param_groups(module: FSDPModule) -> Sequence[ParamGroup]:
@@ -130,12 +129,68 @@ def has_ended_early(module: FSDPModule) -> bool:
     return is_open and not in_backward()
 
 
-def drop_unreduced(group: ParamGroup) -> None:
-    """Drop the gradients that a backward has made and FSDP2 has not reduced."""
-    for member in group.fsdp_params:
+def waiting_gradient(member: FsdpParam) -> Tensor | None:
+    """Return the whole gradient of a parameter that waits for its reduction, None without one."""
+    if not hasattr(member, "_unsharded_param"):
+        return None
+    if member.unsharded_accumulated_grad is not None:
+        return member.unsharded_accumulated_grad
+    return member._unsharded_param.grad
+
+
+def drop_gradient(member: FsdpParam) -> None:
+    """Drop the whole gradient of a parameter that waits for its reduction."""
+    if not _has_one_gradient(member):
         member.unsharded_accumulated_grad = None
-        if hasattr(member, "_unsharded_param"):
-            member._unsharded_param.grad = None
+    if hasattr(member, "_unsharded_param"):
+        member._unsharded_param.grad = None
+
+
+def give_zero_gradient(member: FsdpParam, dtype: torch.dtype) -> None:
+    """Give a parameter a gradient of zeros that waits for its reduction.
+
+    dtype: of the other gradients of the module, which torch before 2.15 wants to be equal.
+    """
+    parameter = member._unsharded_param
+    if _has_one_gradient(member):
+        allowed = parameter.grad_dtype  # None: any
+        parameter.grad = torch.zeros_like(parameter, dtype=allowed, requires_grad=False)
+    else:
+        zeros = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        member.unsharded_accumulated_grad = zeros
+
+
+def _has_one_gradient(member: FsdpParam) -> bool:
+    """Return True from torch 2.15 on, where autograd adds up all gradients that wait.
+
+    Before, FSDP2 kept those of another dtype beside the parameter.
+    """
+    return hasattr(type(member), "unsharded_accumulated_grad")
+
+
+def reduced_dtype(member: FsdpParam) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces the gradient of a parameter by itself.
+
+    From torch 2.15 on the reduction of several gradients has the dtype that holds all of theirs.
+    """
+    policy = member.mp_policy
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    own: torch.dtype = member.sharded_param.dtype
+    gathered = policy.param_dtype or own
+    if not _has_one_gradient(member):
+        return gathered
+    allowed: torch.dtype | None = member.sharded_param.grad_dtype
+    return allowed or gathered  # None: that of the computation
+
+
+def reduction_order(group: ParamGroup) -> Sequence[int]:
+    """Return the order in which the gradients of a group lie in its reduction, by index.
+
+    From torch 2.15 on those of one dtype follow each other.
+    """
+    order: Sequence[int] | None = getattr(group, "_reduce_scatter_param_indices", None)
+    return order or range(len(group.fsdp_params))
 
 
 def is_gathered_again(module: FSDPModule, group: ParamGroup, *, is_outermost: bool) -> bool:

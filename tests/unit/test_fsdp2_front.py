@@ -785,7 +785,7 @@ def test_a_sharded_module_knows_its_shards_on_every_rank() -> None:
     assert [shard.shape for shard in module.shards()] == [(10,), (2,)]
     assert module.dtype == module.gradient_dtype == torch.float32
     assert module.reduces and module.fsdp_gathers == ""
-    bias = module.part([False, True])
+    bias = module.reduced_part([False, True])
     assert [param.name for param in bias.params] == ["bias"]
     assert (bias.widths, bias.lengths, bias.dtypes) == ((2,), ((2, 2, 2, 0),), (torch.float32,))
     assert len(bias.members) == 1 and bias.members[0] is module.members[1]
@@ -817,7 +817,7 @@ def test_a_row_is_finite_if_all_but_its_padding_is() -> None:
     assert finite(0, 5) == finite(0, 6) == finite(3, 2) == [False]
     assert finite(3, 3) == finite(3, 6) == [True]
     assert (
-        replace(module.part([False, True]), level=Mock(shard=3, num_shards=4)).finite_flags(
+        replace(module.reduced_part([False, True]), level=Mock(shard=3, num_shards=4)).finite_flags(
             torch.full((1,), torch.nan)
         )
         == []
@@ -841,10 +841,10 @@ def group(
     *parameters: Tensor, param_dtype: Any = None, reduce_dtype: Any = None
 ) -> tuple[Any, list[Any]]:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    members = [Mock(sharded_param=parameter) for parameter in parameters]
+    members = [Mock(sharded_param=parameter, mp_policy=policy) for parameter in parameters]
     for member in members:
         member.sharded_param._local_tensor = torch.empty(0)
-    return Mock(mp_policy=policy, fsdp_params=members), members
+    return Mock(fsdp_params=members), members
 
 
 def parameter(dtype: torch.dtype, *, trained: bool = True) -> Tensor:
@@ -890,7 +890,7 @@ def test_dtypes_of_gathers_and_gradients_are_those_of_fsdp2(
     reason: str | None,
 ) -> None:
     of_module, members = group(*parameters, **policy)
-    found = [sharded_module.gathered_dtype(of_module, member) for member in members]
+    found = [sharded_module.gathered_dtype(member) for member in members]
     assert found == gathered
     assert sharded_module.gradient_dtype(of_module) == reduced
     if reason is not None:
@@ -900,7 +900,7 @@ def test_dtypes_of_gathers_and_gradients_are_those_of_fsdp2(
 def test_weights_with_an_all_gather_of_their_own_are_gathered_by_fsdp2() -> None:
     of_module, (member,) = group(parameter(FP32))
     member.sharded_param._local_tensor = Mock(fsdp_pre_all_gather=Mock())
-    assert sharded_module.gathered_dtype(of_module, member) == BYTES
+    assert sharded_module.gathered_dtype(member) == BYTES
     reason = sharded_module._reason_of_own_gather([member], [BYTES])
     assert reason == "an all-gather of their own"
 
@@ -1106,7 +1106,7 @@ def test_plans_follow_from_dtype_precision_scale_and_gradients() -> None:
 
 def segments_of(reduction: Any) -> list[dict[str, Any]]:
     reduction.note_gradients([True, True])
-    rows = reduction._sharded.part([True, True])
+    rows = reduction._sharded.reduced_part([True, True])
     codecs = reduced_codecs(reduction._level, rows.params, FP32, full_precision=False)
     return [segment._asdict() for segment in reduction._segments(rows, codecs)]
 
@@ -1244,9 +1244,8 @@ def test_a_users_hook_sees_zeros_in_the_padding_and_stays_after_an_error() -> No
     other = sharded([[0, 1], [2, 3]])
     failing = reduction_of(attached(other))._sharded.group
     failing._all_reduce_hook = hook
-    failing.post_forward_mesh_info = None
-    failing.fsdp_params = None
-    with pytest.raises(TypeError):
+    failing.reshard = Mock(side_effect=ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
         failing.post_backward()
     assert failing._all_reduce_hook is hook
 
@@ -1267,12 +1266,13 @@ def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -
     reduction = reduction_of(front)
     weight, bias = reduction._sharded.members
     backward(model, last=False)
-    weight.unsharded_accumulated_grad = torch.ones(64, 64, dtype=BF)
-    reduction._give_zero_gradients()  # in the dtype of the others
-    zeros = bias.unsharded_accumulated_grad
-    assert zeros.dtype == BF and zeros.tolist() == [0.0] * 64 and not zeros.requires_grad
-    assert weight.unsharded_accumulated_grad.unique().tolist() == [1.0]
-    weight.unsharded_accumulated_grad = bias.unsharded_accumulated_grad = None
+    weight._unsharded_param.grad = torch.ones(64, 64)
+    reduction._give_zero_gradients()
+    zeros = torch_names.waiting_gradient(bias)
+    assert zeros is not None and zeros.tolist() == [0.0] * 64
+    assert weight._unsharded_param.grad.unique().tolist() == [1.0]
+    torch_names.drop_gradient(weight)
+    torch_names.drop_gradient(bias)
     model.first.bias.requires_grad_(False)
     seen: list[Any] = []
     plan = reduction._plan
@@ -1285,16 +1285,16 @@ def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -
     backward(model)
     assert seen == [((True, True), FP32)]
     assert front.waiting_modules() == []
-    # A gradient counts where FSDP2 keeps it: on the gathered parameter, or beside it.
-    for member in (weight, bias):
-        member._unsharded_param.grad = member.unsharded_accumulated_grad = None
     assert not reduction._reduces(weight) and not reduction._reduces(bias)
-    bias.unsharded_accumulated_grad = torch.zeros(64, dtype=BF)
+    assert reduction._dtype_of_gradients() == FP32
+    bias._unsharded_param.grad_dtype = BF
+    bias._unsharded_param.grad = torch.zeros(64, dtype=BF)
     assert reduction._reduces(bias) and not reduction._reduces(weight)
     assert reduction._dtype_of_gradients() == BF
     weight._unsharded_param.grad = torch.zeros(64, 64)
     assert reduction._reduces(weight) and reduction._dtype_of_gradients() == FP32
-    weight._unsharded_param.grad = bias.unsharded_accumulated_grad = None
+    torch_names.drop_gradient(weight)
+    torch_names.drop_gradient(bias)
     assert reduction._dtype_of_gradients() == FP32
     reduction._sharded.group.reduce_scatter_unused_params = True
     weight._unsharded_param.requires_grad_(True)
@@ -1329,18 +1329,16 @@ def test_replicated_modules_keep_whole_gradients_until_the_last_backward() -> No
     assert front.waiting_modules() == ["the root", "first"]
     weight, bias = reduction._sharded.members
 
-    def held(member: Any) -> list[bool]:
+    def held(member: Any) -> bool:
         """Compared as booleans: torch cannot print the parameters, whose memory is freed."""
-        places = member.unsharded_accumulated_grad, member._unsharded_param.grad
-        return [gradient is not None for gradient in places]
+        return torch_names.waiting_gradient(member) is not None
 
-    assert held(weight) == held(bias) == [False, True]
+    assert held(weight) and held(bias)
     front.discard_gradients({id(model.first.weight)})
-    assert (held(weight), held(bias)) == ([False, False], [False, True])
+    assert not held(weight) and held(bias)
     assert front.waiting_modules() == ["the root", "first"]
-    bias.unsharded_accumulated_grad = torch.zeros(64)  # where FSDP2 keeps it in another dtype
     front.discard_gradients({id(model.first.bias)})
-    assert held(bias) == [False, False]
+    assert not held(bias)
     assert front.waiting_modules() == ["the root"]
     front.discard_gradients()
     assert front.waiting_modules() == []
@@ -1572,6 +1570,19 @@ def test_modules_on_one_rank_are_noticed() -> None:
 # ---- names of torch ----
 
 
+@pytest.mark.parametrize(
+    ("version", "is_untried"),
+    [("2.10.0", False), ("2.15.3+cu132", False), ("2.16.0.dev20261128", True), ("3.0.0", True)],
+)
+def test_a_newer_torch_than_all_that_were_tried_is_noted(
+    version: str, is_untried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    message = f"torch {version} is newer than 2.15, the last that FSDP2 was tried with"
+    notices = attached(sharded()).run.notices
+    assert [each for each in notices if "torch" in each] == [message] * is_untried
+
+
 def test_modules_of_fsdp2_export_what_they_list() -> None:
     found: dict[str, Any] = {}
     exec("from ds_quant.fsdp2 import *", found)
@@ -1583,6 +1594,108 @@ def test_modules_of_fsdp2_export_what_they_list() -> None:
         if getattr(value, "__module__", "") == torch_names.__name__ and not name.startswith("_")
     }
     assert {"AllGather", "ReduceScatter"} | defined <= found.keys()
+
+
+class RecordBefore:
+    """A record of a parameter before torch 2.15: a gradient of another dtype lies beside it."""
+
+    def __init__(self, gathered: Any) -> None:
+        self._unsharded_param = gathered
+        self.unsharded_accumulated_grad: Tensor | None = None
+
+
+class Record:
+    """A record of a parameter from torch 2.15 on."""
+
+    def __init__(self, gathered: Any) -> None:
+        self._unsharded_param = gathered
+
+    @property
+    def unsharded_accumulated_grad(self) -> Tensor | None:
+        return self._unsharded_param.grad
+
+
+def test_before_torch_2_15_a_gradient_of_another_dtype_waits_beside_the_parameter() -> None:
+    record: Any = RecordBefore(parameter(FP32))
+    assert torch_names.waiting_gradient(record) is None
+    torch_names.give_zero_gradient(record, BF)
+    waiting = torch_names.waiting_gradient(record)
+    assert waiting is record.unsharded_accumulated_grad is not None
+    assert waiting.dtype == BF and waiting.tolist() == [0.0, 0.0] and not waiting.requires_grad
+    assert record._unsharded_param.grad is None
+    torch_names.drop_gradient(record)
+    assert torch_names.waiting_gradient(record) is None
+    record._unsharded_param.grad = torch.ones(2)
+    assert torch_names.waiting_gradient(record) is record._unsharded_param.grad
+    torch_names.drop_gradient(record)
+    assert torch_names.waiting_gradient(record) is None
+    del record._unsharded_param  # before the first gather
+    record.unsharded_accumulated_grad = torch.ones(2)
+    assert torch_names.waiting_gradient(record) is None
+    torch_names.drop_gradient(record)
+    assert record.unsharded_accumulated_grad is None
+
+
+@pytest.mark.parametrize(
+    ("grad_dtype", "given"), [("unset", FP32), (BF, BF), (None, FP32)], ids=str
+)
+def test_from_torch_2_15_on_the_gathered_parameter_has_the_gradient_that_waits(
+    grad_dtype: Any, given: torch.dtype
+) -> None:
+    record: Any = Record(parameter(FP32))
+    if grad_dtype != "unset":
+        record._unsharded_param.grad_dtype = grad_dtype
+    torch_names.give_zero_gradient(record, FP16)  # the module's gradients may have several dtypes
+    waiting = torch_names.waiting_gradient(record)
+    assert waiting is record._unsharded_param.grad is not None
+    assert waiting.dtype == given and waiting.tolist() == [0.0, 0.0] and not waiting.requires_grad
+    torch_names.drop_gradient(record)
+    assert torch_names.waiting_gradient(record) is None
+    del record._unsharded_param
+    torch_names.drop_gradient(record)
+    assert torch_names.waiting_gradient(record) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "grad_dtype", "before", "since"),
+    [
+        ({}, "unset", FP32, FP32),
+        ({"param_dtype": BF}, "unset", BF, FP32),
+        ({"param_dtype": BF}, FP16, BF, FP16),
+        ({"param_dtype": BF}, None, BF, BF),
+        ({}, None, FP32, FP32),
+        ({"param_dtype": BF, "reduce_dtype": FP16}, "unset", FP16, FP16),
+        ({"param_dtype": BF, "reduce_dtype": FP16}, BF, FP16, FP16),
+    ],
+)
+def test_a_gradient_is_reduced_in_the_dtype_of_the_release(
+    policy: dict[str, Any], grad_dtype: Any, before: torch.dtype, since: torch.dtype
+) -> None:
+    for kind, expected in ((RecordBefore, before), (Record, since)):
+        record: Any = kind(None)
+        record.mp_policy = MixedPrecisionPolicy(**policy)
+        record.sharded_param = parameter(FP32)
+        if grad_dtype != "unset":
+            record.sharded_param.grad_dtype = grad_dtype
+        assert torch_names.reduced_dtype(record) == expected
+
+
+def test_a_reduction_has_its_gradients_in_the_order_of_fsdp2() -> None:
+    """From torch 2.15 on those of one dtype follow each other."""
+    front = attached(sharded())
+    (module, *_) = [served.sharded for served in front.served if served.sharded.name == "first"]
+    group: Any = module.group
+    before = Mock(spec=["fsdp_params"], fsdp_params=["a", "b", "c"])
+    assert list(torch_names.reduction_order(before)) == [0, 1, 2]
+    group._reduce_scatter_param_indices = []  # before the first forward
+    assert module.reduced_part([True, True]).widths == module.widths
+    group._reduce_scatter_param_indices = [1, 0]
+    both = module.reduced_part([True, True])
+    assert both.members == module.members[::-1] and both.params == module.params[::-1]
+    assert both.widths == module.widths[::-1] and both.lengths == module.lengths[::-1]
+    assert both.offsets == [0, module.widths[1]]
+    assert module.reduced_part([True, False]).members == module.members[:1]
+    assert module.reduced_part([False, True]).dtypes == module.dtypes[1:]
 
 
 def test_a_release_of_torch_with_one_group_of_parameters_is_read() -> None:

@@ -495,6 +495,21 @@ def test_placeholders_share_the_memory_of_the_largest_one(front: Front) -> None:
     assert all(parameter.grad is None for parameter in front.parameters)
 
 
+@pytest.mark.parametrize(
+    ("grad_dtype", "given"), [(torch.float32, torch.float32), (None, torch.bfloat16)]
+)
+def test_a_placeholder_has_a_dtype_that_torch_allows(
+    front: Front, grad_dtype: torch.dtype | None, given: torch.dtype
+) -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    parameter.grad_dtype = grad_dtype
+    front.parameters = front.kept = [parameter]
+    gradients = GradientsBefore(front.parameters, front, drops_all=False)
+    assert parameter.grad is not None and parameter.grad.dtype == given
+    parameter.grad = None
+    assert gradients.dropped() == {id(parameter)}
+
+
 def test_an_optimizer_without_groups_drops_as_before(steps: OptimizerSteps) -> None:
     class Wrapper(Optimizer):
         def __init__(self) -> None:

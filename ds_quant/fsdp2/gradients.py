@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class QuantizedReduceScatter(ReduceScatter):
             self._keeps_gradients = False
             reduce(*unused)
             return
-        self._keeps_gradients = any(map(self._reduces, self._sharded.members))
+        self._keeps_gradients = any(torch_names.will_reduce(group, self._sharded.members))
         group.reduce_grads = False
         try:
             reduce(*unused)
@@ -274,15 +275,15 @@ class QuantizedReduceScatter(ReduceScatter):
         """Return the ids of parameters whose gradients FSDP2 keeps for the last backward."""
         if not self._keeps_gradients:
             return []
-        return [id(m.sharded_param) for m in self._sharded.members if self._reduces(m)]
+        return [id(member.sharded_param) for member in self._reduced(self._sharded.members)]
 
     def _drop_kept_gradients(self, parameters: Collection[int] | None) -> None:
         """Drop the gradients that FSDP2 keeps: see [Note: replicated modules]."""
-        kept = [member for member in self._sharded.members if self._reduces(member)]
+        kept = self._reduced(self._sharded.members)
         for member in kept:
             if parameters is None or id(member.sharded_param) in parameters:
                 torch_names.drop_gradient(member)
-        self._keeps_gradients = any(self._reduces(member) for member in kept)
+        self._keeps_gradients = bool(self._reduced(kept))
 
     # ---- which gradients ----
 
@@ -309,34 +310,31 @@ class QuantizedReduceScatter(ReduceScatter):
             self.has_written_gradients |= bool(written)
         if self._partial_sums and self._crosses:
             self._give_zero_gradients()
-        self.note_gradients([self._reduces(member) for member in self._sharded.members])
+        self.note_gradients(torch_names.will_reduce(group, self._sharded.members))
 
     def note_gradients(self, has_gradient: Sequence[bool]) -> None:
         """Note by parameter the gradients that the next reduction has."""
         self._has_gradient = tuple(has_gradient)
 
-    def _reduces(self, member: FsdpParam) -> bool:
-        """Return True if FSDP2 will reduce a gradient of this parameter."""
-        if torch_names.waiting_gradient(member) is not None:
-            return True
-        if not hasattr(member, "_unsharded_param"):
-            return False
-        reduces_unused = torch_names.reduces_unused(self._sharded.group)
-        return reduces_unused and member._unsharded_param.requires_grad
+    def _reduced(self, members: Sequence[FsdpParam]) -> list[FsdpParam]:
+        """Return those of the parameters whose gradients FSDP2 will reduce."""
+        return list(compress(members, torch_names.will_reduce(self._sharded.group, members)))
 
     def _give_zero_gradients(self) -> None:
         """Give parameters with partial sums a gradient of zeros, if this backward made none."""
-        has_sums = {
+        members = {
             id(member): member
             for partial_sums in self._partial_sums.values()
             for member in partial_sums.plan.rows.members
         }
-        missing = [member for member in has_sums.values() if not self._reduces(member)]
-        if not missing:
+        has_sums = list(members.values())
+        has_gradient = torch_names.will_reduce(self._sharded.group, has_sums)
+        if all(has_gradient):
             return
         dtype = self._dtype_of_gradients()
-        for member in missing:
-            torch_names.give_zero_gradient(member, dtype)
+        for member, is_there in zip(has_sums, has_gradient, strict=True):
+            if not is_there:
+                torch_names.give_zero_gradient(member, dtype)
 
     def _dtype_of_gradients(self) -> torch.dtype:
         """Return the dtype of this backward's gradients."""

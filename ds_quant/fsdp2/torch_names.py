@@ -6,7 +6,7 @@ with the releases of torch that README names; docs/new_torch.md says how to try 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol, cast
 
@@ -40,12 +40,12 @@ __all__ = [
     "param_groups",
     "ranks_of_backward",
     "reduced_dtype",
-    "reduces_unused",
     "reduction_order",
     "replicas_of",
     "shard_group",
     "uses_torch_collectives",
     "waiting_gradient",
+    "will_reduce",
     "without_replicas",
 ]
 
@@ -127,6 +127,22 @@ def has_ended_early(module: FSDPModule) -> bool:
     """Return True if an error has ended a backward of the module's root, and nothing was reset."""
     is_open: bool = module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
     return is_open and not in_backward()
+
+
+def will_reduce(group: ParamGroup, members: Iterable[FsdpParam]) -> list[bool]:
+    """Return True for every one of these parameters whose gradient FSDP2 will reduce."""
+    # The argument of ``set_reduce_scatter_unused_params``; torch before 2.13 lacks it.
+    reduces_unused: bool = getattr(group, "reduce_scatter_unused_params", False)
+    found = []
+    for member in members:
+        parameter = getattr(member, "_unsharded_param", None)
+        if parameter is None:
+            found.append(False)
+        elif parameter.grad is not None or member.unsharded_accumulated_grad is not None:
+            found.append(True)
+        else:
+            found.append(reduces_unused and parameter.requires_grad)
+    return found
 
 
 def waiting_gradient(member: FsdpParam) -> Tensor | None:
@@ -253,11 +269,6 @@ def in_backward() -> bool:
 def has_own_all_gather(member: FsdpParam) -> bool:
     """Return True if the parameter says itself what is gathered of it, as torchao's float8 does."""
     return hasattr(member.sharded_param._local_tensor, "fsdp_pre_all_gather")
-
-
-def reduces_unused(group: ParamGroup) -> bool:
-    """Return the argument of ``set_reduce_scatter_unused_params``; torch before 2.13 lacks it."""
-    return getattr(group, "reduce_scatter_unused_params", False)
 
 
 def uses_torch_collectives(group: ParamGroup) -> bool:

@@ -1285,21 +1285,22 @@ def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -
     backward(model)
     assert seen == [((True, True), FP32)]
     assert front.waiting_modules() == []
-    assert not reduction._reduces(weight) and not reduction._reduces(bias)
+    both = [weight, bias]
+    assert reduction._reduced(both) == []
     assert reduction._dtype_of_gradients() == FP32
     bias._unsharded_param.grad_dtype = BF
     bias._unsharded_param.grad = torch.zeros(64, dtype=BF)
-    assert reduction._reduces(bias) and not reduction._reduces(weight)
+    assert reduction._reduced(both) == [bias]
     assert reduction._dtype_of_gradients() == BF
     weight._unsharded_param.grad = torch.zeros(64, 64)
-    assert reduction._reduces(weight) and reduction._dtype_of_gradients() == FP32
+    assert reduction._reduced(both) == both and reduction._dtype_of_gradients() == FP32
     torch_names.drop_gradient(weight)
     torch_names.drop_gradient(bias)
     assert reduction._dtype_of_gradients() == FP32
     reduction._sharded.group.reduce_scatter_unused_params = True
     weight._unsharded_param.requires_grad_(True)
     bias._unsharded_param.requires_grad_(False)
-    assert reduction._reduces(weight) and not reduction._reduces(bias)
+    assert reduction._reduced(both) == [weight]
 
 
 def test_replicated_modules_keep_whole_gradients_until_the_last_backward() -> None:
@@ -1656,6 +1657,25 @@ def test_from_torch_2_15_on_the_gathered_parameter_has_the_gradient_that_waits(
     assert torch_names.waiting_gradient(record) is None
 
 
+@pytest.mark.parametrize("kind", [RecordBefore, Record])
+def test_fsdp2_reduces_gradients_that_wait_and_zeros_where_the_user_asks_for_them(
+    kind: type[Any],
+) -> None:
+    trained, frozen, with_gradient, not_gathered = [kind(parameter(FP32)) for _ in range(4)]
+    frozen._unsharded_param.requires_grad_(False)
+    with_gradient._unsharded_param.grad = torch.zeros(2)
+    del not_gathered._unsharded_param
+    records = [trained, frozen, with_gradient, not_gathered]
+    before_2_13 = Mock(spec=[])
+    assert torch_names.will_reduce(before_2_13, records) == [False, False, True, False]
+    for of_unused in (False, True):
+        group: Any = Mock(reduce_scatter_unused_params=of_unused)
+        assert torch_names.will_reduce(group, records) == [of_unused, False, True, False]
+    beside: Any = RecordBefore(parameter(FP32))
+    beside.unsharded_accumulated_grad = torch.zeros(2, dtype=BF)
+    assert torch_names.will_reduce(before_2_13, [beside]) == [True]
+
+
 @pytest.mark.parametrize(
     ("policy", "grad_dtype", "before", "since"),
     [
@@ -1705,7 +1725,6 @@ def test_a_release_of_torch_with_one_group_of_parameters_is_read() -> None:
     assert torch_names.param_groups(module(_fsdp_param_groups=["a", "b"])) == ["a", "b"]
     assert torch_names.param_groups(module(_fsdp_param_group="a")) == ["a"]
     assert torch_names.param_groups(module(_fsdp_param_group=None)) == []
-    assert torch_names.reduces_unused(Mock(spec=[])) is False
 
 
 def test_weights_are_gathered_again_for_the_backward_where_fsdp2_drops_them() -> None:

@@ -51,21 +51,17 @@ from torch import Tensor
 from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Segment
-from ds_quant.comm.slots import row_vector
-from ds_quant.comm.small_tensors import is_tight, small_tensors_last
 from ds_quant.comm.transport import keep_for_current_stream
 from ds_quant.fsdp2 import torch_names
 from ds_quant.fsdp2.context import Context
 from ds_quant.fsdp2.module_reductions import BegunReduction, PartialSums, ReductionPlan
+from ds_quant.fsdp2.segments import segments_of
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.torch_names import FsdpParam, ReduceScatter
-from ds_quant.kernels.wire import shard_range
-from ds_quant.runtime.param import GradientCodecs, bind
+from ds_quant.runtime.param import bind
 from ds_quant.runtime.plan_cache import PlanCache
 from ds_quant.runtime.reductions import (
     ReturnedGradients,
-    placements,
     plan_return,
     reduced_codecs,
 )
@@ -74,12 +70,16 @@ _REDUCTION_BITS = 24  # of an address, for the number of a reduction in its opti
 
 
 class QuantizedReduceScatter(ReduceScatter):
-    """The reduce-scatter of one sharded module: see [Note: one backward, one step]."""
+    """The reduce-scatter of one sharded module: see [Note: one backward, one step].
+
+    has_written_gradients: a gradient was written between two backwards of this optimizer step.
+    has_changed_factor: the user's divisor was changed between two of them.
+    """
 
     def __init__(self, context: Context, sharded: ShardedModule) -> None:
         self._context = context
         self._run = context.run
-        self._sharded = sharded
+        self.sharded = sharded
         self._level = sharded.level
         group = sharded.group
         self._fsdp_reduce_scatter = group._reduce_scatter_comm
@@ -96,25 +96,28 @@ class QuantizedReduceScatter(ReduceScatter):
         self._begun: BegunReduction | None = None
         self._reductions = 0  # in this optimizer step: one per backward, more for a loss in chunks
         self.last_reductions = 0  # in the last one
-        # True if a gradient was written between two backwards of this optimizer step.
         self.has_written_gradients = False
+        self.has_changed_factor = False
+        self._divide_factor: float | None = None  # the user's, in the last backward
+        # Address of the signs with which the sums that wait are rotated.
+        self._signs = 0
 
     # ---- FSDP2's calls ----
 
     def connect(self) -> None:
         """Replace FSDP2's reduce-scatter, and note the gradients of every backward ahead of it."""
-        group = self._sharded.group
+        group = self.sharded.group
         group._reduce_scatter_comm = self
-        if not self._sharded.reduces:
+        if not self.sharded.reduces:
             return
-        has_replicas = self._sharded.reduce_between_nodes()
+        has_replicas = self.sharded.reduce_between_nodes()
         reduce = group.post_backward
-        if self._sharded.is_replicated:
+        if self.sharded.is_replicated:
             reduce = partial(self._reduce_or_keep, reduce)
 
         def post_backward(*unused: Any) -> None:
             self._before_reduction()
-            with profiler_range("reduce", self._sharded.title):
+            with profiler_range("reduce", self.sharded.title):
                 users_hook = group._all_reduce_hook
                 self._has_users_hook = users_hook is not None
                 if has_replicas:
@@ -131,12 +134,12 @@ class QuantizedReduceScatter(ReduceScatter):
 
     def _reduce_or_keep(self, reduce: Callable[..., None], *unused: Any) -> None:
         """Let FSDP2 reduce or keep gradients: see [Note: replicated modules]."""
-        group = self._sharded.group
-        if not group.reduce_grads or self._sharded.is_last_backward:
+        group = self.sharded.group
+        if not group.reduce_grads or self.sharded.is_last_backward:
             self._keeps_gradients = False
             reduce(*unused)
             return
-        self._keeps_gradients = any(torch_names.will_reduce(group, self._sharded.members))
+        self._keeps_gradients = any(torch_names.will_reduce(group, self.sharded.members))
         group.reduce_grads = False
         try:
             reduce(*unused)
@@ -145,7 +148,7 @@ class QuantizedReduceScatter(ReduceScatter):
 
     def disconnect(self) -> None:
         """Give FSDP2 its reduce-scatter back."""
-        group = self._sharded.group
+        group = self.sharded.group
         group._reduce_scatter_comm = self._fsdp_reduce_scatter
         group.mesh_info, group.post_forward_mesh_info = self._mesh_records
         vars(group).pop("post_backward", None)
@@ -172,10 +175,11 @@ class QuantizedReduceScatter(ReduceScatter):
         inside the node, and return zeros.
         """
         self._run.refuse_capture()
-        if not self._sharded.reduces:
+        if not self.sharded.reduces:
             self._level.shards.flat.count_ring(input_tensor.nbytes, role="gradients")
             return self._fsdp_reduce_scatter(output_tensor, input_tensor, group, op, async_op)
         self._context.after_reduction()
+        self._note_signs()
         plan = self._plan(input_tensor, self._scale(op))
         if self._has_users_hook:
             output_tensor.zero_()  # the padding, which FSDP2's own sums leave zero
@@ -205,9 +209,10 @@ class QuantizedReduceScatter(ReduceScatter):
         users_hook: of ``set_all_reduce_hook``. Not called in a backward that stays inside the node.
         """
         keep_for_current_stream(row)
-        if self._sharded.is_replicated:
+        if self.sharded.is_replicated:
             self._run.refuse_capture()
             self._context.after_reduction()
+            self._note_signs()
             plan = self._plan(row, self._scale_of_replicated)
             self._begun = self._begin(plan, gradients=row, partial_sums=None, row=row)
         begun = self._begun
@@ -226,7 +231,7 @@ class QuantizedReduceScatter(ReduceScatter):
             self._add(other_sums, begun.plan, row)
         watched = self._context.watched
         if watched is not None:
-            watched.note(self._sharded.title, begun.plan.rows, row)
+            watched.note(self.sharded.title, begun.plan.rows, row)
 
     # ---- events of a step ----
 
@@ -245,17 +250,19 @@ class QuantizedReduceScatter(ReduceScatter):
         """Begin an optimizer step anew, whose random bits are then those of a resumed run."""
         self._reductions = 0
         self.has_written_gradients = False
+        self.has_changed_factor = False
 
     def discard(self, parameters: Collection[int] | None = None) -> None:
         """Drop the partial sums of parameters, given by their ids; None for all.
 
         See [Note: an accumulation that is given up].
         """
-        own = {id(member.sharded_param) for member in self._sharded.members}
+        own = {id(member.sharded_param) for member in self.sharded.members}
         if self._keeps_gradients:
             self._drop_kept_gradients(parameters)
         if parameters is None or not own.isdisjoint(parameters):
             self.has_written_gradients = False
+            self.has_changed_factor = False
         if parameters is None or own.issubset(parameters):
             self.begin_step()
         for plan, partial_sums in list(self._partial_sums.items()):
@@ -271,15 +278,21 @@ class QuantizedReduceScatter(ReduceScatter):
                 partial_sums.drop(dropped)
                 partial_sums.note_versions()
 
+    def waiting_parameters(self) -> set[int]:
+        """Return the ids of parameters whose gradients wait for the last backward."""
+        rows = [partial_sums.plan.rows for partial_sums in self._partial_sums.values()]
+        found = {id(member.sharded_param) for each in rows for member in each.members}
+        return found.union(self.kept_gradients())
+
     def kept_gradients(self) -> list[int]:
         """Return the ids of parameters whose gradients FSDP2 keeps for the last backward."""
         if not self._keeps_gradients:
             return []
-        return [id(member.sharded_param) for member in self._reduced(self._sharded.members)]
+        return [id(member.sharded_param) for member in self._reduced(self.sharded.members)]
 
     def _drop_kept_gradients(self, parameters: Collection[int] | None) -> None:
         """Drop the gradients that FSDP2 keeps: see [Note: replicated modules]."""
-        kept = self._reduced(self._sharded.members)
+        kept = self._reduced(self.sharded.members)
         for member in kept:
             if parameters is None or id(member.sharded_param) in parameters:
                 torch_names.drop_gradient(member)
@@ -294,23 +307,26 @@ class QuantizedReduceScatter(ReduceScatter):
         A user's hook sees the gradients of every backward, as under FSDP2 alone. With replicas
         FSDP2 calls it in backwards that reduce over the replicas only.
         """
-        if not self._sharded.defers_inter_node or self._sharded.is_last_backward:
+        if not self.sharded.defers_inter_node or self.sharded.is_last_backward:
             return True
-        has_replicas = self._sharded.level.replicas > 1
-        return not has_replicas and self._sharded.group._all_reduce_hook is not None
+        has_replicas = self.sharded.level.replicas > 1
+        return not has_replicas and self.sharded.group._all_reduce_hook is not None
 
     def _before_reduction(self) -> None:
         """Note the parameters that have gradients: see [Note: which gradients]."""
-        group = self._sharded.group
+        group = self.sharded.group
         if not group.reduce_grads:
             return
         if self._partial_sums:
             self._drop_abandoned()
             written = [each for each in self._partial_sums.values() if each.was_written()]
             self.has_written_gradients |= bool(written)
+        if self._partial_sums or self._keeps_gradients:
+            self.has_changed_factor |= group.gradient_divide_factor != self._divide_factor
+        self._divide_factor = group.gradient_divide_factor
         if self._partial_sums and self._crosses:
             self._give_zero_gradients()
-        self.note_gradients(torch_names.will_reduce(group, self._sharded.members))
+        self.note_gradients(torch_names.will_reduce(group, self.sharded.members))
 
     def note_gradients(self, has_gradient: Sequence[bool]) -> None:
         """Note by parameter the gradients that the next reduction has."""
@@ -318,7 +334,7 @@ class QuantizedReduceScatter(ReduceScatter):
 
     def _reduced(self, members: Sequence[FsdpParam]) -> list[FsdpParam]:
         """Return those of the parameters whose gradients FSDP2 will reduce."""
-        return list(compress(members, torch_names.will_reduce(self._sharded.group, members)))
+        return list(compress(members, torch_names.will_reduce(self.sharded.group, members)))
 
     def _give_zero_gradients(self) -> None:
         """Give parameters with partial sums a gradient of zeros, if this backward made none."""
@@ -328,7 +344,7 @@ class QuantizedReduceScatter(ReduceScatter):
             for member in partial_sums.plan.rows.members
         }
         has_sums = list(members.values())
-        has_gradient = torch_names.will_reduce(self._sharded.group, has_sums)
+        has_gradient = torch_names.will_reduce(self.sharded.group, has_sums)
         if all(has_gradient):
             return
         dtype = self._dtype_of_gradients()
@@ -338,7 +354,7 @@ class QuantizedReduceScatter(ReduceScatter):
 
     def _dtype_of_gradients(self) -> torch.dtype:
         """Return the dtype of this backward's gradients."""
-        gathered = [m for m in self._sharded.members if hasattr(m, "_unsharded_param")]
+        gathered = [m for m in self.sharded.members if hasattr(m, "_unsharded_param")]
         for member in gathered:
             gradient = torch_names.waiting_gradient(member)
             if gradient is not None:
@@ -380,7 +396,7 @@ class QuantizedReduceScatter(ReduceScatter):
             rotations,
             into=sums,
             partial_sums=values,
-            ends_elsewhere=has_replicas and not self._sharded.is_replicated,
+            ends_elsewhere=has_replicas and not self.sharded.is_replicated,
         )
         return BegunReduction(plan=plan, reduction=reduction, sums=sums, address=address)
 
@@ -432,13 +448,21 @@ class QuantizedReduceScatter(ReduceScatter):
         self._reductions += 1
         return address
 
+    def _note_signs(self) -> None:
+        """Begin a new pattern of signs, unless sums wait that an earlier one has rotated.
+
+        They may wait for longer than a step, of optimizers that do not hold their parameters.
+        """
+        if not self._partial_sums:
+            self._signs = self._run.step << _REDUCTION_BITS
+
     def _scale(self, op: Any) -> float:
         """Return the factor of the plugin's sum over all ranks.
 
         After ``SUM`` FSDP2 divides the result: by the user's factor, else by the ranks of a shard
         group. It knows of no replicas: see ``ShardedModule.reduce_between_nodes``.
         """
-        factor = self._sharded.group.gradient_divide_factor
+        factor = self.sharded.group.gradient_divide_factor
         if op == dist.ReduceOp.SUM:
             return 1 / self._level.replicas if factor is None else 1.0
         # A mean, or a sum premultiplied by the inverse of the user's factor.
@@ -447,15 +471,13 @@ class QuantizedReduceScatter(ReduceScatter):
     @property
     def _scale_of_replicated(self) -> float:
         """Return the factor of the sum over all ranks; FSDP2 divides by the user's factor."""
-        return 1.0 if self._sharded.group.gradient_divide_factor else 1 / self._level.replicas
+        return 1.0 if self.sharded.group.gradient_divide_factor else 1 / self._level.replicas
 
     def _bind(
         self, plan: ReductionPlan, address: int
     ) -> tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]:
         """Return the codecs of this reduction on every hop, and the rotation of each gradient."""
-        # One pattern of signs for all backwards whose rotated values are added up.
-        first_address = self._run.step << _REDUCTION_BITS
-        signs = first_address if self._sharded.defers_inter_node else address
+        signs = self._signs if self.sharded.defers_inter_node else address
         return bind(plan.gradient_codecs, address, signs)
 
     # ---- plans ----
@@ -465,14 +487,14 @@ class QuantizedReduceScatter(ReduceScatter):
         key = (gradients.dtype, full_precision, scale, self._has_gradient)
         plan = self._plans.get(key)
         if plan is None:
-            rows = self._sharded.reduced_part(self._has_gradient)
+            rows = self.sharded.reduced_part(self._has_gradient)
             new_plan = self._new_plan(rows, gradients.dtype, full_precision, scale)
             plan = self._plans.add(key, new_plan)
         numel = self._level.num_shards * plan.rows.row_numel
         if gradients.numel() != numel:
             raise RuntimeError(
                 f"quantized_comm: FSDP2 reduces {gradients.numel()} elements of "
-                f"{self._sharded.title} where {numel} were expected, of its parameters that have "
+                f"{self.sharded.title} where {numel} were expected, of its parameters that have "
                 "gradients: please report this with the release of torch"
             )
         return plan
@@ -489,7 +511,7 @@ class QuantizedReduceScatter(ReduceScatter):
         level = self._level
         gradient_codecs = reduced_codecs(level, rows.params, dtype, full_precision=full_precision)
         specs = [codecs.spec for codecs in gradient_codecs]
-        segments = self._segments(rows, gradient_codecs)
+        segments = segments_of(rows, gradient_codecs)
         sums = self._context.gradient_sums(level, tuple(segments), tuple(specs), scale)
         returned: ReturnedGradients | None = None
         if level.replicas > 1:
@@ -505,75 +527,3 @@ class QuantizedReduceScatter(ReduceScatter):
         return ReductionPlan(
             rows=rows, gradient_codecs=gradient_codecs, sums=sums, returned=returned
         )
-
-    def _segments(
-        self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
-    ) -> list[Segment]:
-        """Return every rank's shard of every gradient, small ones last; with replicas a shard in as
-        many pieces as there are nodes, and a replicated parameter in pieces for all ranks.
-        """
-        if self._sharded.is_replicated:
-            return self._pieces_of_replicated(rows, gradient_codecs)
-        if self._level.replicas > 1:
-            return self._pieces(rows, gradient_codecs)
-        route = self._level.hops
-        plain = len(route) == 1 and not route[0].full_precision_own
-        plain = plain and not any(codecs.spec.block for codecs in gradient_codecs)
-        last_codecs = [codecs.spec.codecs[-1] for codecs in gradient_codecs]
-        segments = []
-        for index in small_tensors_last(last_codecs):
-            width = rows.widths[index]
-            for rank, numel in enumerate(rows.lengths[index]):
-                segments.append(
-                    Segment(
-                        tensor=0,
-                        start=rank * rows.row_numel + rows.offsets[index],
-                        numel=numel,
-                        gradient=index,
-                        first=rank * width,
-                        reducer=rank,
-                        total=rows.offsets[index],
-                        vector=row_vector(rank, numel, width) if plain else None,
-                        slot=width if plain or is_tight(last_codecs[index]) else 0,
-                    )
-                )
-        return segments
-
-    def _pieces(
-        self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
-    ) -> list[Segment]:
-        """Cut the shard of every local rank: node n sums the n-th piece."""
-        topology = self._level.topology
-        segments = []
-        for index in small_tensors_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
-            for local, numel in enumerate(rows.lengths[index]):
-                shard_start = local * rows.row_numel + rows.offsets[index]
-                for node in range(topology.nodes):
-                    start, stop = shard_range(numel, topology.nodes, node)
-                    segments.append(
-                        Segment(
-                            tensor=0,
-                            start=shard_start + start,
-                            numel=stop - start,
-                            gradient=index,
-                            first=local * rows.widths[index] + start,
-                            reducer=node * topology.node_size + local,
-                        )
-                    )
-        return segments
-
-    def _pieces_of_replicated(
-        self, rows: ShardedModule, gradient_codecs: Sequence[GradientCodecs]
-    ) -> list[Segment]:
-        """Cut every gradient into pieces, each summed by one rank."""
-        placed = placements(rows.params, self._level.hierarchy.size)
-        segments: list[Segment] = []
-        for index in small_tensors_last([codecs.spec.codecs[-1] for codecs in gradient_codecs]):
-            numel = rows.widths[index]
-            whole = Segment(
-                tensor=0, start=rows.offsets[index], numel=numel, gradient=index, first=0, reducer=0
-            )
-            unit = gradient_codecs[index].spec.unit
-            pieces = placed[rows.params[index]].pieces(numel, unit)
-            segments += [whole.part(start, stop, reducer=rank) for start, stop, rank in pieces]
-        return segments

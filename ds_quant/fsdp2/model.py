@@ -28,6 +28,11 @@ from ds_quant.fsdp2.optimizers import OptimizerSteps
 from ds_quant.fsdp2.prices import line_parts_of, sizes_of, workload_of
 from ds_quant.fsdp2.ranks import STAGE, RanksOfModel, run_of
 from ds_quant.fsdp2.sharded_module import ShardedModule, groups_of
+from ds_quant.fsdp2.waiting_gradients import (
+    require_one_divide_factor,
+    require_reduced,
+    require_unwritten,
+)
 from ds_quant.fsdp2.watched_gradients import WatchedGradients
 from ds_quant.fsdp2.weights import QuantizedAllGather
 from ds_quant.policy.memory import Sizes
@@ -184,7 +189,7 @@ class AttachedModel:
             RuntimeError: gradients wait for a backward that was declared the last one; or ranks
                 have stepped alone.
         """
-        self._require_no_partial_sums("the model is detached")
+        require_reduced(self._reductions(), "the model is detached")
         if self._undo is None:
             return
         self._forwards.refuse_ended()
@@ -256,19 +261,25 @@ class AttachedModel:
             for member in sharded.members:
                 yield id(member.sharded_param)
 
-    def before_step(self, *, has_moved: bool) -> None:
+    def _reductions(self) -> list[QuantizedReduceScatter]:
+        return [reduction for _, _, reduction in self.served]
+
+    def before_step(self, optimizer: Optimizer, *, has_moved: bool) -> None:
         """Run before an optimizer steps.
 
         has_moved: True if another one has stepped since the weights were sent.
 
         Raises:
-            RuntimeError: gradients wait for a backward that was declared the last one, or were
-                written before it; or a message arrived corrupted on any rank.
+            RuntimeError: gradients of the optimizer wait for a backward that is declared the last
+                one, or were written or divided otherwise before it; or a message arrived corrupted
+                on any rank.
         """
         self.run.refuse_capture()
         self._forwards.refuse_ended()
-        self._require_no_partial_sums("the optimizer steps")
-        self._require_unwritten_gradients()
+        reductions = self._reductions()
+        require_reduced(reductions, "the optimizer steps", optimizer)
+        require_unwritten(reductions)
+        require_one_divide_factor(reductions)
         self._require_own_collectives()
         scheme = self.run.scheme
         self._has_unchecked_messages = scheme.block.payload_checksum or scheme.lossless
@@ -410,47 +421,9 @@ class AttachedModel:
             for param, shard, lengths in rows:
                 yield param, shard[: lengths[shards.rank]].to(sharded.dtype), shards.flat
 
-    def waiting_modules(self) -> list[str]:
-        """Return the modules whose gradients wait for a backward that is declared the last one."""
-        return [
-            sharded.title for sharded, _, reduction in self.served if reduction.holds_partial_sums
-        ]
-
-    def _require_no_partial_sums(self, event: str) -> None:
-        """Raise RuntimeError if gradients wait for a backward that was declared the last one."""
-        waiting = self.waiting_modules()
-        if not waiting:
-            return
-        way_out = (
-            ": call model.set_is_last_backward(True), and set_requires_all_reduce(True) if you "
-            "have called it, before the last backward of a step; or drop the gradients with "
-            f'front.discard_gradients(); or set {KEY}.gradients.cross="micro_step"'
-        )
-        if any(torch_names.has_ended_early(sharded.module) for sharded, _, _ in self.served):
-            way_out = (
-                ", because an error has ended a backward: call model.reset_iter_state() (torch "
-                "2.13) where you catch the error, and begin the step again"
-            )
-        raise RuntimeError(
-            f"{KEY}: {event} while gradients of {len(waiting)} module(s), such as {waiting[0]}, "
-            f"have not been reduced over all ranks{way_out}"
-        )
-
-    def _require_unwritten_gradients(self) -> None:
-        """Raise RuntimeError if gradients were written between two backwards of this step."""
-        written = [
-            sharded.title
-            for sharded, _, reduction in self.served
-            if reduction.has_written_gradients
-        ]
-        if written:
-            raise RuntimeError(
-                f"{KEY}: gradients of {len(written)} module(s), such as {written[0]}, were written "
-                "between two backwards of an optimizer step. They are zero until the last "
-                "backward, because the sums of this step are kept inside the nodes. To drop this "
-                "step's gradients call optimizer.zero_grad(); to scale or clip gradients do so "
-                f'after the last backward, or set {KEY}.gradients.cross="micro_step"'
-            )
+    def has_waiting_gradients(self) -> bool:
+        """Return True if gradients wait for a backward that is declared the last one."""
+        return any([reduction.holds_partial_sums for _, _, reduction in self.served])
 
     def _require_own_collectives(self) -> None:
         """Raise RuntimeError if the user has replaced a collective since ``connect``."""

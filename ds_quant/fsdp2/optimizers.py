@@ -44,14 +44,14 @@ class Followed(KeepsGradients, Protocol):
     def parameter_ids(self) -> Iterable[int]:
         """Yield the ids of the sharded parameters, as they are now."""
 
-    def before_step(self, *, has_moved: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, has_moved: bool) -> None:
         """Run before an optimizer steps. has_moved: another one has, since weights were sent."""
 
     def after_step(self, *, is_new: bool) -> None:
         """Run after optimizers have stepped. is_new: a step that is not counted yet."""
 
-    def waiting_modules(self) -> list[str]:
-        """Return the modules whose gradients wait for a backward that is declared the last one."""
+    def has_waiting_gradients(self) -> bool:
+        """Return True if gradients wait for a backward that is declared the last one."""
 
 
 class OptimizerSteps:
@@ -108,7 +108,7 @@ class OptimizerSteps:
     def before(self, optimizer: Optimizer) -> None:
         """Run before ``optimizer`` steps."""
         if self._holds_parameters(optimizer) and not self._makes_state(optimizer):
-            self._front.before_step(has_moved=self._is_pending)
+            self._front.before_step(optimizer, has_moved=self._is_pending)
 
     def after(self, optimizer: Optimizer) -> None:
         """Run after ``optimizer`` has stepped."""
@@ -158,7 +158,7 @@ class OptimizerSteps:
         # Reading a rate that is a tensor on a device would wait for the device.
         if any([rate is None or (not isinstance(rate, Tensor) and rate != 0) for rate in rates]):
             return False
-        if self.has_reduced and not self._front.waiting_modules():
+        if self.has_reduced and not self._front.has_waiting_gradients():
             return False
         return all([float(rate) == 0 for rate in rates])
 

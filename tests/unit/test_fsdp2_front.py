@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_quant import fsdp2
 from ds_quant.config.errors import AttachError, ConfigError
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
-from ds_quant.fsdp2 import attaching, gradients, sharded_module, torch_names
+from ds_quant.fsdp2 import attaching, gradients, segments, sharded_module, torch_names
 from ds_quant.fsdp2.attaching import front_of
 from ds_quant.fsdp2.meshes import Mesh, Meshes, mesh_of_group, meshes_of
 from ds_quant.runtime import log
@@ -463,13 +463,13 @@ def test_a_step_amid_an_accumulation_is_told_how_to_end_it() -> None:
         "or drop the gradients with front.discard_gradients(); or set "
         'quantized_comm.gradients.cross="micro_step"'
     )
-    assert front.waiting_modules() == ["the root", "first"]
+    assert waiting_in(front) == ["the root", "first"]
     assert error_of(optimizer.step) == said.format("the optimizer steps")
     assert error_of(front.detach) == said.format("the model is detached")
     front.discard_gradients({id(parameter) for parameter in model.head.parameters()})
-    assert front.waiting_modules() == ["first"]
+    assert waiting_in(front) == ["first"]
     front.discard_gradients()
-    assert front.waiting_modules() == []
+    assert not front.has_waiting_gradients()
     # Half of the ranks keep the sums of every weight of a node, in fp32.
     assert front.figures()["held_bytes"] == 2 * (64 * 64 + 64) * 4 / 2
     assert front.context.partial_sums.nbytes == 0
@@ -1007,6 +1007,11 @@ def reduction_of(front: Any, index: int = 1) -> Any:
     return front.served[index].reduction
 
 
+def waiting_in(front: Any) -> list[str]:
+    """Return the modules with gradients that wait for the last backward."""
+    return [served.sharded.title for served in front.served if served.reduction.holds_partial_sums]
+
+
 @pytest.mark.parametrize(
     ("ranks", "factor", "op", "scale"),
     [
@@ -1023,14 +1028,14 @@ def reduction_of(front: Any, index: int = 1) -> Any:
 def test_sums_are_divided_once(ranks: Any, factor: float | None, op: Any, scale: float) -> None:
     model = sharded(ranks)
     reduction = reduction_of(attached(model))
-    reduction._sharded.group.gradient_divide_factor = factor
+    reduction.sharded.group.gradient_divide_factor = factor
     assert reduction._scale(op) == scale
 
 
 @pytest.mark.parametrize(("factor", "scale"), [(None, 1 / 4), (3.0, 1.0)])
 def test_sums_of_replicated_modules_are_divided_once(factor: float | None, scale: float) -> None:
     reduction = reduction_of(attached(sharded([[0], [1], [2], [3]]), node_size=1))
-    reduction._sharded.group.gradient_divide_factor = factor
+    reduction.sharded.group.gradient_divide_factor = factor
     assert reduction._scale_of_replicated == scale
 
 
@@ -1106,9 +1111,9 @@ def test_plans_follow_from_dtype_precision_scale_and_gradients() -> None:
 
 def segments_of(reduction: Any) -> list[dict[str, Any]]:
     reduction.note_gradients([True, True])
-    rows = reduction._sharded.reduced_part([True, True])
+    rows = reduction.sharded.reduced_part([True, True])
     codecs = reduced_codecs(reduction._level, rows.params, FP32, full_precision=False)
-    return [segment._asdict() for segment in reduction._segments(rows, codecs)]
+    return [segment._asdict() for segment in segments.segments_of(rows, codecs)]
 
 
 def uneven(ranks: Any) -> Any:
@@ -1191,7 +1196,7 @@ def test_backwards_cross_between_nodes_unless_another_one_is_declared() -> None:
         model = sharded(ranks)
         front = attached(model, **block)
         model.first.set_is_last_backward(last)  # the root has not shared its state yet
-        reduction_of(front)._sharded.group._all_reduce_hook = hook
+        reduction_of(front).sharded.group._all_reduce_hook = hook
         return bool(reduction_of(front)._crosses)
 
     flat, replicas, hook = (0, 1, 2, 3), ((0, 1), (2, 3)), Mock()
@@ -1239,10 +1244,10 @@ def test_a_users_hook_sees_zeros_in_the_padding_and_stays_after_an_error() -> No
         assert reduction(row, torch.ones(4 * row.numel()), None, dist.ReduceOp.AVG) is None
         assert row.unique().tolist() == [0.0 if has_hook else 3.0]
     # FSDP2 fails in this backward: its record has the user's hook again.
-    of_torch = reduction._sharded.group
+    of_torch = reduction.sharded.group
     hook = of_torch._all_reduce_hook
     other = sharded([[0, 1], [2, 3]])
-    failing = reduction_of(attached(other))._sharded.group
+    failing = reduction_of(attached(other)).sharded.group
     failing._all_reduce_hook = hook
     failing.reshard = Mock(side_effect=ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
@@ -1264,7 +1269,7 @@ def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -
     optimizer = sgd(model)
     front: Any = fsdp2.attach(model, {**NODES, "scheme": "qsdp"}, optimizer=optimizer)
     reduction = reduction_of(front)
-    weight, bias = reduction._sharded.members
+    weight, bias = reduction.sharded.members
     backward(model, last=False)
     weight._unsharded_param.grad = torch.ones(64, 64)
     reduction._give_zero_gradients()
@@ -1284,7 +1289,7 @@ def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -
     reduction._plan = planned
     backward(model)
     assert seen == [((True, True), FP32)]
-    assert front.waiting_modules() == []
+    assert not front.has_waiting_gradients()
     both = [weight, bias]
     assert reduction._reduced(both) == []
     assert reduction._dtype_of_gradients() == FP32
@@ -1297,7 +1302,7 @@ def test_parameters_without_a_gradient_in_the_last_backward_get_one_of_zeros() -
     torch_names.drop_gradient(weight)
     torch_names.drop_gradient(bias)
     assert reduction._dtype_of_gradients() == FP32
-    reduction._sharded.group.reduce_scatter_unused_params = True
+    reduction.sharded.group.reduce_scatter_unused_params = True
     weight._unsharded_param.requires_grad_(True)
     bias._unsharded_param.requires_grad_(False)
     assert reduction._reduced(both) == [weight]
@@ -1311,7 +1316,7 @@ def test_replicated_modules_keep_whole_gradients_until_the_last_backward() -> No
         model, {**NODES, "node_size": 1, "scheme": "qsdp"}, optimizer=optimizer
     )
     reduction = reduction_of(front)
-    of_torch = reduction._sharded.group
+    of_torch = reduction.sharded.group
     asked: list[bool] = []
 
     def reduce(*given: Any) -> None:
@@ -1322,13 +1327,13 @@ def test_replicated_modules_keep_whole_gradients_until_the_last_backward() -> No
     model.first.set_is_last_backward(False)
     reduction._reduce_or_keep(reduce)
     assert asked == [False] and of_torch.reduce_grads is True
-    assert not front.waiting_modules()  # no gradient was there
+    assert not front.has_waiting_gradients()  # no gradient was there
     with pytest.raises(ZeroDivisionError):
         reduction._reduce_or_keep(reduce, "unused")
     assert asked == [False, False] and of_torch.reduce_grads is True
     backward(model, last=False)
-    assert front.waiting_modules() == ["the root", "first"]
-    weight, bias = reduction._sharded.members
+    assert waiting_in(front) == ["the root", "first"]
+    weight, bias = reduction.sharded.members
 
     def held(member: Any) -> bool:
         """Compared as booleans: torch cannot print the parameters, whose memory is freed."""
@@ -1337,12 +1342,12 @@ def test_replicated_modules_keep_whole_gradients_until_the_last_backward() -> No
     assert held(weight) and held(bias)
     front.discard_gradients({id(model.first.weight)})
     assert not held(weight) and held(bias)
-    assert front.waiting_modules() == ["the root", "first"]
+    assert waiting_in(front) == ["the root", "first"]
     front.discard_gradients({id(model.first.bias)})
     assert not held(bias)
-    assert front.waiting_modules() == ["the root"]
+    assert waiting_in(front) == ["the root"]
     front.discard_gradients()
-    assert front.waiting_modules() == []
+    assert not front.has_waiting_gradients()
     asked.clear()
     of_torch.reduce_grads = False
     reduction._reduce_or_keep(reduce)

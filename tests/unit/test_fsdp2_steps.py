@@ -162,14 +162,15 @@ class Front:
         self.looked_up += 1
         return map(id, self.parameters)
 
-    def before_step(self, *, has_moved: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, has_moved: bool) -> None:
+        assert isinstance(optimizer, Optimizer)
         self.events.append(("before", has_moved))
 
     def after_step(self, *, is_new: bool) -> None:
         self.events.append(("after", is_new))
 
-    def waiting_modules(self) -> list[str]:
-        return self.waiting
+    def has_waiting_gradients(self) -> bool:
+        return bool(self.waiting)
 
     def discard_gradients(self, parameters: Collection[int] | None = None) -> None:
         self.events.append(("dropped", parameters))

@@ -60,7 +60,7 @@ test-clients: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # What is published, in dist/: source archive, a manylinux wheel with the C++ library, and a wheel
 # without it for all other platforms. build/ is removed because setuptools would pack modules left

@@ -26,6 +26,10 @@ from tests.distributed.fsdp2_trials import (
 from tests.distributed.harness import on_ranks
 from tests.thin import thinned
 
+pytestmark = pytest.mark.skipif(
+    not needs.has_torch("2.15"), reason=f"needs torch 2.15, has {torch.__version__}"
+)
+
 BF16 = torch.bfloat16
 LOOPS = {"three steps": three_steps, "accumulated": accumulated, "without sync": without_sync}
 
@@ -87,7 +91,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(2)
 def test_gradients_have_dtypes_of_their_own(model: str, loop: str, scheme: str) -> None:
-    needs.torch("2.15", "has no dtypes of gradients under FSDP2")
     trial = Trial(loop=LOOPS[loop], model=MODELS[model], optimizer=plain_sgd)
     trial.compare(scheme)
 
@@ -132,7 +135,6 @@ FINALIZED = {
 @pytest.mark.parametrize("loop", FINALIZED)
 @on_ranks(4)
 def test_a_loop_says_when_a_backward_ends(loop: str, mesh: str, scheme: str) -> None:
-    needs.torch("2.15", "has no set_manual_backward_finalization")
     Trial(loop=FINALIZED[loop]).compare(scheme, mesh)
 
 
@@ -144,5 +146,4 @@ def kept_storage(run: Run) -> None:
 @pytest.mark.parametrize("scheme", thinned(SCHEMES, lambda scheme: scheme == "hybrid"))
 @on_ranks(2)
 def test_gathered_weights_keep_their_memory(scheme: str) -> None:
-    needs.torch("2.15", "has no set_keep_unsharded_storage")
     Trial(loop=kept_storage).compare(scheme)

@@ -135,7 +135,7 @@ def record(scheme: str) -> Recorded:
     def reduced(self: Any, output: torch.Tensor, gradients: torch.Tensor, *how: Any) -> None:
         given = bits(gradients)
         reduce(self, output, gradients, *how)
-        found.reductions.append((self._sharded.name, given, bits(output)))
+        found.reductions.append((self.sharded.name, given, bits(output)))
 
     Communicator.all_gather, Communicator.all_to_all = gathered, exchanged
     QuantizedReduceScatter.__call__ = lambda self, output_tensor, input_tensor, group, op, **_: (

@@ -139,12 +139,23 @@ class QuantizedReduceScatter(ReduceScatter):
             self._keeps_gradients = False
             reduce(*unused)
             return
-        self._keeps_gradients = any(torch_names.will_reduce(group, self.sharded.members))
+        kept = self._reduced(self.sharded.members)
+        self._keeps_gradients = bool(kept)
         group.reduce_grads = False
         try:
             reduce(*unused)
         finally:
             group.reduce_grads = True
+        if torch_names.reduces_unused(group):
+            self._keep_zeros(kept)
+
+    def _keep_zeros(self, members: Sequence[FsdpParam]) -> None:
+        """Keep gradients of zeros of parameters that this rank has not used. Other ranks may have,
+        and all must reduce them with the last backward, even if they are frozen until then.
+        """
+        for member in members:
+            if torch_names.waiting_gradient(member) is None:
+                torch_names.give_zero_gradient(member, self.sharded.gradient_dtype)
 
     def disconnect(self) -> None:
         """Give FSDP2 its reduce-scatter back."""

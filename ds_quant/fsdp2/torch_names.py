@@ -40,6 +40,7 @@ __all__ = [
     "param_groups",
     "ranks_of_backward",
     "reduced_dtype",
+    "reduces_unused",
     "reduction_order",
     "replicas_of",
     "shard_group",
@@ -129,10 +130,14 @@ def has_ended_early(module: FSDPModule) -> bool:
     return is_open and not in_backward()
 
 
+def reduces_unused(group: ParamGroup) -> bool:
+    """Return the argument of ``set_reduce_scatter_unused_params``; torch before 2.13 lacks it."""
+    return getattr(group, "reduce_scatter_unused_params", False)
+
+
 def will_reduce(group: ParamGroup, members: Iterable[FsdpParam]) -> list[bool]:
     """Return True for every one of these parameters whose gradient FSDP2 will reduce."""
-    # The argument of ``set_reduce_scatter_unused_params``; torch before 2.13 lacks it.
-    reduces_unused: bool = getattr(group, "reduce_scatter_unused_params", False)
+    with_unused = reduces_unused(group)
     found = []
     for member in members:
         parameter = getattr(member, "_unsharded_param", None)
@@ -141,7 +146,7 @@ def will_reduce(group: ParamGroup, members: Iterable[FsdpParam]) -> list[bool]:
         elif parameter.grad is not None or member.unsharded_accumulated_grad is not None:
             found.append(True)
         else:
-            found.append(reduces_unused and parameter.requires_grad)
+            found.append(with_unused and parameter.requires_grad)
     return found
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ds_quant
 from ds_quant import fsdp2
+from tests import needs
 from tests.distributed.fsdp2_meshes import mesh_of
 from tests.distributed.fsdp2_runs import adam
 from tests.distributed.harness import of_all_ranks, on_ranks
@@ -171,6 +172,48 @@ def test_factors_and_unused_parameters_are_those_of_fsdp2(prepare: Callable[[Any
     assert losses == plain_losses
     expected = weights_of(plain)
     assert all(torch.equal(found, expected[name]) for name, found in weights_of(model).items())
+
+
+class Branches(nn.Module):
+    """Each rank may take another branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, branch: int | None) -> Tensor:
+        hidden = self.trunk(x)
+        return hidden if branch is None else hidden + self.branches[branch](x)
+
+
+@on_ranks(2)
+def test_branches_that_some_ranks_use_may_be_frozen_before_the_last_backward() -> None:
+    """A rank that has not used a branch keeps zeros for it, which the last backward reduces."""
+    needs.torch("2.13", "has no set_reduce_scatter_unused_params")
+    rank = dist.get_rank()
+    mesh = mesh_of((2, 1), "replica", "shard")
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = fully_shard(Branches(), mesh=mesh, mp_policy=bf16)
+    model.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    fsdp2.attach(
+        model, {"scheme": "full_precision", "allow_full_replica": True}, optimizer=optimizer
+    )
+    beside = Branches().bfloat16()
+    model.set_is_last_backward(False)
+    for each in (model, beside):
+        each(rows(0).bfloat16(), rank).float().square().mean().backward()
+    expected = [[p.grad for p in branch.parameters()] for branch in beside.branches]
+    model.branches.requires_grad_(False)
+    model.set_is_last_backward(True)
+    model(rows(1), None).float().square().mean().backward()
+    for branch, of_branch in zip(model.branches, expected, strict=True):
+        for parameter, own in zip(branch.parameters(), of_branch, strict=True):
+            total = torch.zeros_like(parameter.full_tensor()) if own is None else own.float()
+            dist.all_reduce(total)
+            torch.testing.assert_close(parameter.grad.full_tensor(), total / 2)
 
 
 # ---- lossy schemes ----

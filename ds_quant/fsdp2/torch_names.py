@@ -119,9 +119,14 @@ def param_groups(module: FSDPModule) -> Sequence[ParamGroup]:
 
 
 def is_last_backward(module: FSDPModule) -> bool:
-    """Return the last argument of ``set_is_last_backward`` of the module's root."""
-    is_last: bool = module._get_fsdp_state()._state_ctx.is_last_backward
-    return is_last
+    """Return the last argument of ``set_is_last_backward`` of the module's root.
+
+    True where ``set_manual_backward_finalization`` (torch 2.15) supersedes it.
+    """
+    context: Any = module._get_fsdp_state()._state_ctx
+    is_superseded: bool = getattr(context, "manual_backward_finalization", False)
+    is_last: bool = context.is_last_backward
+    return is_last or is_superseded
 
 
 def has_ended_early(module: FSDPModule) -> bool:

@@ -98,13 +98,13 @@ def test_gradients_have_dtypes_of_their_own(model: str, loop: str, scheme: str) 
 # ---- the end of a backward ----
 
 
-def finalized(run: Run, *, async_op: bool = False) -> None:
-    """The loop says when gradients are reduced."""
+def finalized(run: Run, *, async_op: bool = False, last: bool = True) -> None:
+    """The loop says when gradients are reduced. last: what it declares, which has no effect."""
     run.model.set_manual_backward_finalization(True)
     for seed in range(3):
         for micro_step in range(2):
             run.model.set_requires_gradient_sync(micro_step == 1)
-            run.backward(10 * seed + micro_step, factor=1 / 2)
+            run.backward(10 * seed + micro_step, last=last, factor=1 / 2)
         handle = run.model.finalize_backward(async_op=async_op)
         if async_op:
             handle.wait()
@@ -126,6 +126,7 @@ def finalized_late(run: Run) -> None:
 FINALIZED = {
     "at once": finalized,
     "waited for": partial(finalized, async_op=True),
+    "declared not to be the last": partial(finalized, last=False),
     "late": finalized_late,
 }
 

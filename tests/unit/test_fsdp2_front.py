@@ -1705,6 +1705,14 @@ def test_a_gradient_is_reduced_in_the_dtype_of_the_release(
         assert torch_names.reduced_dtype(record) == expected
 
 
+def test_a_backward_that_the_loop_ends_needs_no_declaration() -> None:
+    model = sharded()
+    model.set_is_last_backward(False)
+    assert not torch_names.is_last_backward(model)
+    model._get_fsdp_state()._state_ctx.manual_backward_finalization = True  # torch 2.15
+    assert torch_names.is_last_backward(model)
+
+
 def test_a_reduction_has_its_gradients_in_the_order_of_fsdp2() -> None:
     """From torch 2.15 on those of one dtype follow each other."""
     front = attached(sharded())

@@ -69,7 +69,7 @@ class FsdpParam(Protocol):
     padded_sharded_param_size: shape of a padded shard. _orig_size: shape without sharding, of this
         rank's part under tensor parallelism.
     unsharded_accumulated_grad: gradient that waits for its reduction, of ``_orig_size``. From torch
-        2.15 on it is that of ``_unsharded_param``: see ``give_gradient``.
+        2.15 on it is that of ``_unsharded_param``: see ``give_zero_gradient``.
     """
 
     sharded_param: Any
@@ -195,7 +195,7 @@ def _has_one_gradient(member: FsdpParam) -> bool:
 
 
 def reduced_dtype(member: FsdpParam) -> torch.dtype:
-    """Return the dtype in which FSDP2 reduces the gradient of a parameter by itself.
+    """Return the dtype in which FSDP2 reduces the gradient of a parameter that is reduced alone.
 
     From torch 2.15 on the reduction of several gradients has the dtype that holds all of theirs.
     """

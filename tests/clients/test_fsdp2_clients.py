@@ -222,8 +222,12 @@ TRAINERS = {
 }
 
 
-def trained(title: str, block: dict[str, Any] | None) -> tuple[list[float], Any]:
-    """Train by a trainer, with a callback that attaches the block when training begins."""
+def trained(title: str, block: dict[str, Any] | None) -> tuple[list[float], list[float], Any]:
+    """Train by a trainer, with a callback that attaches the block when training begins.
+
+    Returns:
+        losses, which TRL rounds to bf16, norms of the gradients, and the front.
+    """
     from accelerate.state import AcceleratorState, PartialState
     from transformers import TrainerCallback
 
@@ -238,19 +242,21 @@ def trained(title: str, block: dict[str, Any] | None) -> tuple[list[float], Any]
     trainer = TRAINERS[title](callbacks=[] if block is None else [Attach()])
     trainer.train()
     assert PartialState().num_processes == dist.get_world_size()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, fronts[0] if fronts else None
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in entries]
+    norms = [entry["grad_norm"] for entry in entries]
+    return losses, norms, fronts[0] if fronts else None
 
 
 @pytest.mark.parametrize("title", TRAINERS)
 @on_ranks(2, timeout=600, environment={"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"})
 def test_trainers_attach_in_a_callback(title: str) -> None:
     shard_on_the_cpu()
-    plain, _ = trained(title, None)
-    exact, front = trained(title, {"scheme": "full_precision", "min_numel": 64})
-    assert exact == plain and front.step == 4
-    losses, front = trained(title, {"scheme": "qsdp", "min_numel": 64})
-    assert losses == pytest.approx(plain, abs=0.05) and losses != plain
+    plain, plain_norms, _ = trained(title, None)
+    exact, norms, front = trained(title, {"scheme": "full_precision", "min_numel": 64})
+    assert exact == plain and norms == plain_norms and front.step == 4
+    losses, norms, front = trained(title, {"scheme": "qsdp", "min_numel": 64})
+    assert losses == pytest.approx(plain, abs=0.05) and norms != plain_norms
     assert front.step == 4
 
 

@@ -17,8 +17,8 @@ def require_reduced(
 ) -> None:
     """Raise RuntimeError if gradients wait for a backward that is declared the last one.
 
-    event: what would lose them, such as "the model is detached".
-    optimizer: whose gradients are meant; None for those of all parameters.
+    event: the event that would lose them, such as "the model is detached".
+    optimizer: only gradients of its parameters count; None: all gradients.
     """
     waiting = [reduction for reduction in reductions if reduction.holds_partial_sums]
     if waiting and optimizer is not None:
@@ -26,6 +26,19 @@ def require_reduced(
         waiting = [each for each in waiting if not held.isdisjoint(each.waiting_parameters())]
     if not waiting:
         return
+    raise RuntimeError(
+        f"{KEY}: {event} while gradients of {_named(waiting)}, have not been reduced over all "
+        f"ranks{_way_out(waiting)}"
+    )
+
+
+def _way_out(waiting: list[QuantizedReduceScatter]) -> str:
+    """Return the end of the error: the cause, if it is known, and the calls that help."""
+    if any(torch_names.has_ended_early(reduction.sharded.module) for reduction in waiting):
+        return (
+            ", because an error has ended a backward: call model.reset_iter_state() (torch 2.13) "
+            "where you catch the error, and begin the step again"
+        )
     way_out = (
         ": call model.set_is_last_backward(True), and set_requires_all_reduce(True) if you have "
         "called it, before the last backward of a step; or drop the gradients with "
@@ -33,15 +46,7 @@ def require_reduced(
     )
     if not all(reduction.sharded.is_replicated for reduction in waiting):
         way_out += f'; or set {KEY}.gradients.cross="micro_step"'
-    if any(torch_names.has_ended_early(reduction.sharded.module) for reduction in waiting):
-        way_out = (
-            ", because an error has ended a backward: call model.reset_iter_state() (torch 2.13) "
-            "where you catch the error, and begin the step again"
-        )
-    raise RuntimeError(
-        f"{KEY}: {event} while gradients of {_named(waiting)}, have not been reduced over all "
-        f"ranks{way_out}"
-    )
+    return way_out
 
 
 def require_unwritten(reductions: Iterable[QuantizedReduceScatter]) -> None:
